@@ -1,0 +1,135 @@
+"""Linear layer and cross-entropy in one, over supervised rows only, without the logits.
+
+Math: for a supervised row t with target y: logits z = weight @ hidden[t]; loss = logsumexp(z) - z[y];
+dz = softmax(z) - onehot(y); dhidden[t] = weight^T @ dz; dweight += outer(dz, hidden[t]).
+Rows without a target are taken out before the first product. The rest goes in chunks: a chunk's logits become its dz in
+the same buffer, and both gradients are ready when the forward pass ends (times the gradient of the sum, a scalar, in the
+backward pass).
+
+Dtypes: logits, log-sum-exp and p - 1 in float32, dz rounded once to the weight's dtype for the products; dweight is summed in
+float32 over chunks. Memory: one chunk of logits, one float32 dweight, the hidden gradient of the supervised rows.
+A target outside 0..V-1 gives NaN for its row, and so for the sum; `per_token_loss` shows which row.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hymoe.kernels.launch import arithmetic_dtype, check_shape
+
+IGNORE = -100  # label of a token without supervision
+CHUNK_BYTES = 1 << 28  # of float32 logits: 512 rows of a 131,072-word vocabulary
+
+
+def linear_cross_entropy_ref(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The specification of `linear_cross_entropy`: all logits at once, the sum over supervised rows."""
+    wide = arithmetic_dtype(hidden)
+    logits = hidden.to(wide) @ weight.to(wide).T
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
+        wide = arithmetic_dtype(hidden)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        if not any(ctx.needs_input_grad):
+            for chunk in rows.split(chunk_rows(weight)):
+                logits = _logits(hidden.index_select(0, chunk), weight)
+                total += _row_losses(logits, labels.index_select(0, chunk)).sum()
+            return total
+        dweight = torch.zeros_like(weight, dtype=wide)
+        drows = torch.empty(rows.numel(), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+        for chunk, dchunk in zip(
+            rows.split(chunk_rows(weight)), drows.split(chunk_rows(weight)), strict=True
+        ):
+            h = hidden.index_select(0, chunk)
+            target = labels.index_select(0, chunk)
+            logits = _logits(h, weight)
+            lse = torch.logsumexp(logits, -1, keepdim=True)
+            picked, valid = _pick(logits, target)
+            total += torch.where(valid, lse[:, 0] - picked, torch.nan).sum()
+            dz = logits.sub_(lse).exp_()
+            dz.scatter_add_(
+                1, target.clamp(0, weight.shape[0] - 1)[:, None], -valid[:, None].to(wide)
+            )
+            dz = dz.masked_fill_(~valid[:, None], torch.nan).to(hidden.dtype)
+            torch.mm(dz, weight, out=dchunk)
+            if dweight.dtype == dz.dtype:
+                dweight.addmm_(dz.T, h)
+            else:
+                dweight += dz.T @ h
+        ctx.save_for_backward(rows, drows, dweight)
+        ctx.tokens, ctx.dtype = hidden.shape[0], weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss: Tensor):  # noqa: D102
+        rows, drows, dweight = ctx.saved_tensors
+        dhidden = torch.zeros(ctx.tokens, drows.shape[1], dtype=drows.dtype, device=drows.device)
+        dhidden.index_copy_(0, rows, (drows * dloss).to(drows.dtype))
+        return dhidden, (dweight * dloss).to(ctx.dtype), None, None
+
+
+def chunk_rows(weight: Tensor) -> int:
+    """Rows whose float32 logits fill CHUNK_BYTES."""
+    return max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(rows, V) in float32. On a GPU the product keeps its float32 accumulator; a CPU has no such product."""
+    wide = arithmetic_dtype(hidden)
+    if hidden.dtype != wide and hidden.is_cuda:
+        return torch.mm(hidden, weight.T, out_dtype=wide)
+    return (hidden @ weight.T).to(wide)
+
+
+def _pick(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logit of each row's target, and whether the target is a word of the vocabulary."""
+    valid = (target >= 0) & (target < logits.shape[1])
+    return logits.gather(1, target.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], valid
+
+
+def _row_losses(logits: Tensor, target: Tensor) -> Tensor:
+    picked, valid = _pick(logits, target)
+    return torch.where(valid, torch.logsumexp(logits, -1) - picked, torch.nan)
+
+
+def supervised_rows(labels: Tensor, count: int | None) -> Tensor:
+    """Indices of the supervised rows; with the host's count of them the device need not be asked."""
+    if count is None:
+        return torch.nonzero(labels != IGNORE)[:, 0]
+    return torch.nonzero_static(labels != IGNORE, size=count)[:, 0]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, count: int | None = None
+) -> Tensor:
+    """Sum of the cross-entropies of the supervised rows.
+
+    Args:
+        hidden: (T, D) final hidden states.
+        weight: (V, D) output projection, in hidden's dtype.
+        labels: (T,) int64 targets, -100 where a row is not supervised.
+        count: number of supervised rows where the host knows it.
+
+    Returns:
+        loss: () float32, in nats; 0 (still connected to both inputs) where nothing is supervised.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_shape("linear_cross_entropy weight", weight, (None, hidden.shape[1]))
+    check_shape("linear_cross_entropy labels", labels, (hidden.shape[0],))
+    return _LinearCrossEntropy.apply(hidden, weight, labels, supervised_rows(labels, count))
+
+
+@torch.no_grad()
+def per_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """(T,) float32 cross-entropy of each row, 0 where not supervised, NaN where the target is no word."""
+    rows = supervised_rows(labels, None)
+    out = torch.zeros(hidden.shape[0], dtype=arithmetic_dtype(hidden), device=hidden.device)
+    for chunk in rows.split(chunk_rows(weight)):
+        logits = _logits(hidden.index_select(0, chunk), weight)
+        out[chunk] = _row_losses(logits, labels.index_select(0, chunk))
+    return out

@@ -1,0 +1,109 @@
+"""The mixture of experts: router, routed experts, shared expert, and the point where tokens may travel."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hymoe.kernels.experts import expert_mlp
+from hymoe.kernels.route import Routing, route
+from hymoe.model.config import HybridConfig
+from hymoe.model.mlp import MLP, Linear
+
+
+class Router(nn.Module):
+    """Weight (E, D) and correction bias (E,), both float32; the bias is a buffer that nothing trains."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        """Allocates only."""
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.empty(config.n_routed_experts))
+
+    def forward(self, x: Tensor, kept: Routing | None) -> tuple[Routing, Tensor]:
+        """(T, D) -> choices, and weights (T, K) float32."""
+        return route(
+            x,
+            self.weight,
+            self.e_score_correction_bias,
+            top_k=self.config.num_experts_per_tok,
+            n_group=self.config.n_group,
+            topk_group=self.config.topk_group,
+            norm_topk_prob=self.config.norm_topk_prob,
+            scaling=self.config.routed_scaling_factor,
+            kept=kept,
+        )
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked: one tensor for all up projections, one for all down projections."""
+
+    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+        """Allocates only."""
+        super().__init__()
+        experts, inner, outer = (
+            config.n_routed_experts,
+            config.moe_intermediate_size,
+            config.expert_input,
+        )
+        self.up_proj = nn.Parameter(torch.empty(experts, inner, outer, dtype=dtype))  # (E, F, D)
+        self.down_proj = nn.Parameter(torch.empty(experts, outer, inner, dtype=dtype))  # (E, D, F)
+
+    def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        """(T, D) and weights (T, K) -> (T, D), the weighted sum over each token's experts."""
+        return expert_mlp(x, weights, self.up_proj, self.down_proj, routing)
+
+
+# How rows reach the experts: given the experts' forward, inputs, weights and choices, returns their weighted sum.
+Exchange = Callable[[Experts, Tensor, Tensor, Routing], Tensor]
+
+
+def stay(experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+    """The exchange where every expert is at hand: nothing travels."""
+    return experts(x, weights, routing)
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared expert; with a latent size the routed ones work in a narrower space."""
+
+    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+        """Allocates only."""
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config, dtype)
+        self.shared_experts = MLP(config, config.moe_shared_expert_intermediate_size, dtype)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if config.moe_latent_size is not None:
+            self.fc1_latent_proj = Linear(
+                config.hidden_size, config.moe_latent_size, config.mlp_bias, dtype
+            )
+            self.fc2_latent_proj = Linear(
+                config.moe_latent_size, config.hidden_size, config.mlp_bias, dtype
+            )
+        self.exchange: Exchange = stay
+        self.load: Tensor | None = (
+            None  # (E,) int64, rows of each expert since a caller last reset it
+        )
+
+    def forward(self, x: Tensor, kept: list[Routing]) -> Tensor:
+        """(T, D) -> (T, D).
+
+        Args:
+            x: (T, D) normed residual stream.
+            kept: empty on a first pass, which leaves its routing there; a recomputation gives it back.
+        """
+        first = not kept
+        routing, weights = self.gate(x, None if first else kept[0])
+        if first:
+            kept.append(routing)
+            self._count(routing)
+        rows = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        out = self.exchange(self.experts, rows, weights, routing)
+        if self.fc2_latent_proj is not None:
+            out = self.fc2_latent_proj(out)
+        return out + self.shared_experts(x)
+
+    @torch.no_grad()
+    def _count(self, routing: Routing) -> None:
+        self.load = routing.counts if self.load is None else self.load + routing.counts

@@ -1,0 +1,220 @@
+"""The network: embed -> blocks -> norm -> head."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from hymoe.kernels.launch import backends
+from hymoe.kernels.loss import linear_cross_entropy
+from hymoe.kernels.norm import rms_norm
+from hymoe.kernels.packed import Packed
+from hymoe.kernels.route import Routing
+from hymoe.model.attention import Attention
+from hymoe.model.config import HybridConfig
+from hymoe.model.mamba import Mamba
+from hymoe.model.mlp import MLP
+from hymoe.model.moe import MoE
+
+
+class NormWeight(nn.Module):
+    """Weight (D,) of an RMS norm, float32."""
+
+    def __init__(self, width: int) -> None:
+        """Allocates only."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
+class Embedding(nn.Module):
+    """Weight (V, D) in the training dtype."""
+
+    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+        """Allocates only."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(T,) int64 -> (T, D)."""
+        return functional.embedding(input_ids, self.weight)
+
+
+class Head(nn.Module):
+    """Output projection (V, D). Its loss never builds all logits."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        """`weight` is the head's own or, where embeddings are tied, theirs."""
+        super().__init__()
+        self.weight = weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(T, D) -> (T, V)."""
+        return functional.linear(hidden, self.weight)
+
+    def loss(self, hidden: Tensor, labels: Tensor, count: int | None) -> Tensor:
+        """(T, D), labels (T,) -> () float32, the sum over supervised tokens in nats."""
+        return linear_cross_entropy(hidden, self.weight, labels, count)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), one mixer of the pattern's kind."""
+
+    def __init__(self, config: HybridConfig, kind: str, dtype: torch.dtype) -> None:
+        """`kind` is a letter of the pattern."""
+        super().__init__()
+        self.kind, self.eps = kind, config.norm_eps
+        self.recompute = False  # whether the backward pass runs this block again instead of keeping its activations
+        self.norm = NormWeight(config.hidden_size)
+        if kind == "M":
+            self.mixer = Mamba(config, dtype)
+        elif kind == "*":
+            self.mixer = Attention(config, dtype)
+        elif kind == "E":
+            self.mixer = MoE(config, dtype)
+        else:
+            self.mixer = MLP(config, config.intermediate_size, dtype)
+
+    def forward(self, x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """(T, D) -> (T, D); `dtype` is the mixer's, which differs from x's where the residual is float32."""
+        kept: list[Routing] = []
+        if self.recompute and torch.is_grad_enabled():
+            # `kept` outlives the first pass, so the second one routes as the first did.
+            return checkpoint(
+                self._run, x, packed, dtype, kept, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._run(x, packed, dtype, kept)
+
+    def _run(self, x: Tensor, packed: Packed, dtype: torch.dtype, kept: list[Routing]) -> Tensor:
+        normed = rms_norm(x, self.norm.weight, self.eps).to(dtype)
+        if self.kind == "E":
+            return x + self.mixer(normed, kept)
+        if self.kind == "-":
+            return x + self.mixer(normed)
+        return x + self.mixer(normed, packed)
+
+
+class HybridLM(nn.Module):
+    """A `nemotron_h` language model over rows of packed documents; there is no batch dimension and no padding."""
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        kernels: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Allocates parameters; nothing is read and nothing initialised.
+
+        Args:
+            config: the shape.
+            kernels: auto | torch | triton | packages; see `hymoe.kernels.launch.backends`.
+            dtype: of all but the small tensors (norms, router, A_log, D, dt_bias, convolution biases), which are float32.
+            device: where to allocate; "meta" allocates nothing.
+        """
+        super().__init__()
+        self.config = config
+        self.kernels = backends(kernels)
+        self.source: Path | None = (
+            None  # the HF folder that the weights came from; set by whoever loads them
+        )
+        with torch.device(device if device is not None else torch.get_default_device()):
+            self.embeddings = Embedding(config, dtype)
+            self.layers = nn.ModuleList(Block(config, kind, dtype) for kind in config.pattern)
+            self.norm_f = NormWeight(config.hidden_size)
+            own = self.embeddings.weight if config.tie_word_embeddings else None
+            if own is None:
+                own = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+            self.head = Head(own)
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | Packed) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: (T,) int64 tokens of S documents, packed end to end.
+            cu_seqlens: (S+1,) int32 document starts, the last entry T; or the row's `Packed`, which spares asking the device.
+
+        Returns:
+            hidden: (T, D).
+
+        Raises:
+            ValueError: the boundaries do not add up to T.
+        """
+        packed = (
+            cu_seqlens if isinstance(cu_seqlens, Packed) else Packed.from_cu_seqlens(cu_seqlens)
+        )
+        if input_ids.shape != (packed.num_tokens,):
+            raise ValueError(
+                f"input_ids {tuple(input_ids.shape)}: the documents have {packed.num_tokens} tokens"
+            )
+        x = self.embeddings(input_ids)
+        dtype = x.dtype
+        if self.config.residual_in_fp32:
+            x = x.float()
+        for layer in self.layers:
+            x = layer(x, packed, dtype)
+        return rms_norm(x, self.norm_f.weight, self.config.norm_eps).to(dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(T, D) -> (T, V)."""
+        return self.head.logits(hidden)
+
+    def loss(
+        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | Packed
+    ) -> tuple[Tensor, Tensor | int]:
+        """Cross-entropy summed over the supervised tokens.
+
+        Args:
+            input_ids: (T,) int64.
+            labels: (T,) int64, already shifted; -100 where a token is not supervised.
+            cu_seqlens: as in `forward`.
+
+        Returns:
+            loss_sum: () float32 in nats; 0 where nothing is supervised.
+            count: supervised tokens, an int where the row's `Packed` knows it, else a () int64 tensor.
+        """
+        known = cu_seqlens.supervised if isinstance(cu_seqlens, Packed) else None
+        loss_sum = self.head.loss(self(input_ids, cu_seqlens), labels, known)
+        return loss_sum, (labels != -100).sum() if known is None else known
+
+    def set_recompute(self, on: bool) -> None:
+        """Whether the backward pass runs each block again instead of keeping its activations."""
+        for layer in self.layers:
+            layer.recompute = on
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Random weights for a model that is trained from nothing; never called on a loaded one.
+
+        Normal with std `initializer_range`, residual outputs divided by sqrt(2L) (GPT-2), norms 1, biases 0; A_log = log of
+        1..H; dt_bias so that the time step is log-uniform between time_step_min and time_step_max (Mamba, section 3.6).
+        """
+        cfg = self.config
+        rng = torch.Generator().manual_seed(seed)
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf == "A_log":
+                value = torch.log(torch.arange(1, tensor.numel() + 1, dtype=torch.float32))
+            elif leaf == "dt_bias":
+                low, high = math.log(cfg.time_step_min), math.log(cfg.time_step_max)
+                step = torch.exp(
+                    torch.rand(tensor.shape, generator=rng) * (high - low) + low
+                ).clamp(min=cfg.time_step_floor)
+                value = step + torch.log(-torch.expm1(-step))  # the inverse of softplus
+            elif leaf == "D" or name.endswith(("norm.weight", "norm_f.weight")):
+                value = torch.ones(tensor.shape)
+            elif leaf in ("bias", "e_score_correction_bias"):
+                value = torch.zeros(tensor.shape)
+            else:
+                value = torch.randn(tensor.shape, generator=rng) * cfg.initializer_range
+                if name.endswith(
+                    ("out_proj.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj")
+                ):
+                    value /= math.sqrt(2 * len(cfg.pattern))
+                if leaf == "weight" and "conv1d" in name:
+                    value = (torch.rand(tensor.shape, generator=rng) * 2 - 1) / math.sqrt(
+                        cfg.conv_kernel
+                    )
+            tensor.copy_(value)
