@@ -22,7 +22,7 @@ from hymoe.engine.hf_export import ExportPlan, export_dtypes, plan_export, save_
 from hymoe.engine.hf_index import SLICE_BYTES, TORCH_DTYPES, Checkpoint
 from hymoe.engine.hf_rows import local_rows, named_tensors
 from hymoe.model.config import HybridConfig
-from hymoe.model.names import Spec, by_parameter, is_small
+from hymoe.model.names import Spec, by_parameter, is_small, parameter_shape
 from hymoe.model.net import HybridLM
 
 __all__ = [
@@ -78,8 +78,7 @@ def load_pretrained(
     checkpoint = Checkpoint.open(path)
     config = read_config(path)
     specs = checkpoint.check_against(config)
-    with torch.device("meta"):
-        lm = HybridLM(config, kernels=kernels)
+    lm = HybridLM(config, kernels=kernels, device="meta")
     materialize(lm, device, load_dtypes(checkpoint, specs, dtype))
     load_weights(lm, checkpoint)
     return lm
@@ -142,13 +141,14 @@ def load_weights(
     Args:
         lm: HybridLM with memory (not on the meta device); its dtypes stay.
         checkpoint: the opened folder.
-        progress: called with (bytes read, bytes to read) of this rank, after each parameter.
+        progress: called with (bytes read, bytes to read) of this rank, after each tensor of the file.
 
     Raises:
         UserError: the folder does not match the config, or a shard ends early.
         ValueError: the model has a tensor that the checkpoint's names do not know, or the reverse.
     """
-    files = by_parameter(specs := checkpoint.check_against(lm.config))
+    specs = checkpoint.check_against(lm.config)
+    files = by_parameter(specs)
     tensors = named_tensors(lm)
     if files.keys() != tensors.keys():
         unknown, unfilled = sorted(tensors.keys() - files), sorted(files.keys() - tensors)
@@ -156,22 +156,23 @@ def load_weights(
             f"never loaded: {', '.join(unknown[:3]) or 'none'}; "
             f"in the checkpoint but not in the model: {', '.join(unfilled[:3]) or 'none'}"
         )
-    rows = {name: local_rows(name, tensor) for name, tensor in tensors.items()}
-    sizes = {name: checkpoint.row_bytes(files[name]) * len(rows[name].local) for name in rows}
-    total, done = sum(sizes.values()), 0
-    for name, part in rows.items():
-        whole = (len(files[name]),) if specs[files[name][0]].expert is not None else ()
-        expected = (*whole, *specs[files[name][0]].shape)
-        if tuple(tensors[name].shape) != expected:
-            raise ValueError(f"{name}: {list(tensors[name].shape)}; expected {list(expected)}")
+    pieces: list[tuple[str, torch.Tensor, int]] = []  # file tensor, where it goes, its first row
+    for name, tensor in tensors.items():
+        expected = parameter_shape(specs, files[name])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name}: {list(tensor.shape)}; expected {list(expected)}")
+        part = local_rows(name, tensor)
         if part.local.is_meta:
             raise ValueError(f"{name} is on the meta device: give the model memory before loading")
-        if not whole:
-            checkpoint.read_into(files[name][0], part.local, part.begin)
+        if specs[files[name][0]].expert is None:
+            pieces.append((files[name][0], part.local, part.begin))
         else:
-            for row, expert in enumerate(files[name][part.begin : part.begin + len(part.local)]):
-                checkpoint.read_into(expert, part.local[row])
-        done += sizes[name]
+            mine = files[name][part.begin : part.begin + len(part.local)]
+            pieces += [(file, part.local[row], 0) for row, file in enumerate(mine)]
+    total, done = sum(checkpoint.nbytes(file, len(into)) for file, into, _ in pieces), 0
+    for file, into, begin in pieces:
+        checkpoint.read_into(file, into, begin)
+        done += checkpoint.nbytes(file, len(into))
         if progress is not None:
             progress(done, total)
     lm.source = checkpoint.folder

@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,16 @@ class Checkpoint:
             self._check_tied_head()
         return specs
 
+    def dtype(self, names: list[str]) -> torch.dtype:
+        """The smallest dtype that holds all of these tensors exactly: the experts of a stack, say."""
+        dtypes = [TORCH_DTYPES[self.entries[name].dtype] for name in names]
+        return reduce(torch.promote_types, dtypes)
+
+    def nbytes(self, name: str, rows: int) -> int:
+        """Bytes of so many rows of dim 0."""
+        entry = self.entries[name]
+        return entry.nbytes // max(1, entry.shape[0]) * rows
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows [begin, end) of dim 0 as a new CPU tensor in the file's dtype."""
         entry = self.entries[name]
@@ -177,7 +187,7 @@ class Checkpoint:
             raise ValueError(f"{name}: {list(out.shape)} from row {begin} of {list(entry.shape)}")
         if out.numel() == 0:
             return
-        row_bytes = entry.nbytes // entry.shape[0]
+        row_bytes = self.nbytes(name, 1)
         out = out.detach()
         direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         step = len(out) if direct else min(len(out), max(1, SLICE_BYTES // row_bytes))

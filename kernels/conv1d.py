@@ -30,13 +30,13 @@ def causal_conv1d_ref(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Pa
 
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:  # noqa: D102
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.packed = packed
         return functional.silu(_convolve(x, weight, bias, packed)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # noqa: D102
+    def backward(ctx, dy: Tensor):
         x, weight, bias = ctx.saved_tensors
         pre = _convolve(x, weight, bias, ctx.packed)
         s = torch.sigmoid(pre)

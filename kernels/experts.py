@@ -1,7 +1,7 @@
 """The routed experts: gather rows into expert order, up, squared ReLU, down, combine.
 
-Math, for row r of token t and expert e with routing weight w[r]: z = up[e] @ x[t]; a = relu(z)^2; out[t] += down[e] @ (w[r] a).
-The weight is folded into a before the down product (F is narrower than D), so that combining is a plain sum.
+Math, for row r of token t and expert e with routing weight w[r]: z = up[e] @ x[t]; a = relu(z)^2;
+out[t] += down[e] @ (w[r] a). The weight is folded into a before the down product (F is narrower than D), so that combining is a plain sum.
 Backward, with da = down[e]^T @ dout[t]: dw[r] = <da, a>; dz = 2 relu(z) w[r] da; ddown[e] += outer(dout[t], w[r] a);
 dup[e] += outer(dz, x[t]); dx[t] += up[e]^T @ dz.
 
@@ -92,7 +92,7 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing
-    ) -> Tensor:  # noqa: D102
+    ) -> Tensor:
         token = routing.order // routing.ids.shape[1]
         rows = x.index_select(0, token)  # (R, D)
         relu = grouped_gemm(rows, up, routing.offsets).relu_()  # (R, F)
@@ -104,7 +104,7 @@ class _ExpertMLP(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout: Tensor):  # noqa: D102
+    def backward(ctx, dout: Tensor):
         x, weights, up, down, relu = ctx.saved_tensors
         routing = ctx.routing
         token = routing.order // routing.ids.shape[1]

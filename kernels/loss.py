@@ -2,13 +2,13 @@
 
 Math: for a supervised row t with target y: logits z = weight @ hidden[t]; loss = logsumexp(z) - z[y];
 dz = softmax(z) - onehot(y); dhidden[t] = weight^T @ dz; dweight += outer(dz, hidden[t]).
-Rows without a target are taken out before the first product. The rest goes in chunks: a chunk's logits become its dz in
-the same buffer, and both gradients are ready when the forward pass ends (times the gradient of the sum, a scalar, in the
-backward pass).
+Rows without a target are taken out before the first product. The rest goes in chunks: a chunk's logits become its
+dz in the same buffer, and both gradients are ready when the forward pass ends (times the gradient of the sum, a
+scalar, in the backward pass).
 
-Dtypes: logits, log-sum-exp and p - 1 in float32, dz rounded once to the weight's dtype for the products; dweight is summed in
-float32 over chunks. Memory: one chunk of logits, one float32 dweight, the hidden gradient of the supervised rows.
-A target outside 0..V-1 gives NaN for its row, and so for the sum; `per_token_loss` shows which row.
+Dtypes: logits, log-sum-exp and p - 1 in float32, dz rounded once to the weight's dtype for the products; dweight is
+summed in float32 over chunks. Memory: one chunk of logits, one float32 dweight, the hidden gradient of the supervised
+rows. A target outside 0..V-1 gives NaN for its row, and so for the sum and the gradients; `per_token_loss` shows which.
 """
 
 import torch
@@ -30,7 +30,7 @@ def linear_cross_entropy_ref(hidden: Tensor, weight: Tensor, labels: Tensor) -> 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
         wide = arithmetic_dtype(hidden)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         if not any(ctx.needs_input_grad):
@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, dloss: Tensor):  # noqa: D102
+    def backward(ctx, dloss: Tensor):
         rows, drows, dweight = ctx.saved_tensors
         dhidden = torch.zeros(ctx.tokens, drows.shape[1], dtype=drows.dtype, device=drows.device)
         dhidden.index_copy_(0, rows, (drows * dloss).to(drows.dtype))

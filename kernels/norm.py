@@ -34,14 +34,14 @@ def gated_rms_norm_ref(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: f
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: D102
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(arithmetic_dtype(x))
         r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))  # (T, 1)
         ctx.save_for_backward(x, weight, r)
         return (wide * r).mul_(weight.to(wide.dtype)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # noqa: D102
+    def backward(ctx, dy: Tensor):
         x, weight, r = ctx.saved_tensors
         dx, dw = _norm_backward(x.to(r.dtype), dy.to(r.dtype), weight, r)
         return dx.to(x.dtype), dw.to(weight.dtype), None
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
 
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:  # noqa: D102
+    def forward(ctx, x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
         wide = x.to(arithmetic_dtype(x))
         gated = (wide * functional.silu(z.to(wide.dtype))).unflatten(-1, (groups, -1))  # (T, G, P)
         r = torch.rsqrt(gated.pow(2).mean(-1, keepdim=True).add_(eps))  # (T, G, 1)
@@ -58,7 +58,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         return gated.mul_(r).flatten(-2).mul_(weight.to(wide.dtype)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # noqa: D102
+    def backward(ctx, dy: Tensor):
         x, z, weight, r = ctx.saved_tensors
         split = lambda t: t.unflatten(-1, (ctx.groups, -1))  # noqa: E731
         wide, wide_z = x.to(r.dtype), z.to(r.dtype)
@@ -71,7 +71,7 @@ class _GatedRMSNorm(torch.autograd.Function):
 
 
 def _norm_backward(x: Tensor, dy: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """dx and dw of y = w * x * r over the last dimension, all in r's dtype."""
+    """Dx and dw of y = w * x * r over the last dimension, all in r's dtype."""
     normed = x * r
     dw = (dy * normed).sum(0)
     g = dy * weight.to(r.dtype)

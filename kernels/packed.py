@@ -54,7 +54,7 @@ class Packed:
     """
 
     lengths: tuple[int, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     supervised: int | None = None
     _tables: dict[Any, Any] = field(default_factory=dict, repr=False)
 

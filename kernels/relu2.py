@@ -11,13 +11,13 @@ def relu2_ref(x: Tensor) -> Tensor:
 
 class _ReLU2(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx, x: Tensor) -> Tensor:
         relu = torch.relu(x)
         ctx.save_for_backward(relu)
         return relu.square()
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # noqa: D102
+    def backward(ctx, dy: Tensor):
         (relu,) = ctx.saved_tensors
         return (dy * relu).mul_(2)
 

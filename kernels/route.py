@@ -1,9 +1,9 @@
 """Routing: which experts a token goes to, with which weight, and the order in which experts see the tokens.
 
-Math: score = sigmoid(x @ weight^T) in float32. Selection adds a correction bias that is used for nothing else: in each of
-`n_group` groups of experts the two best biased scores are summed, the `topk_group` best groups stay, and among their
-experts the `top_k` best biased scores win; of equals the lowest index. The weights are the unbiased scores of the winners,
-divided by their sum + 1e-20 where `norm_topk_prob`, times `scaling`.
+Math: score = sigmoid(x @ weight^T) in float32. Selection adds a correction bias that is used for nothing else: in each
+of `n_group` groups of experts the two best biased scores are summed, the `topk_group` best groups stay, and among their
+experts the `top_k` best biased scores win; of equals the lowest index. The weights are the unbiased scores of the
+winners, divided by their sum + 1e-20 where `norm_topk_prob`, times `scaling`.
 Order: a stable sort of the T*K choices by expert, so that each expert's rows lie together and a token's order is kept.
 
 Dtypes: float32 whatever the model's, ids and index tables int64. Everything stays on the device; R = T*K is static.

@@ -111,7 +111,7 @@ class HybridLM(nn.Module):
         Args:
             config: the shape.
             kernels: auto | torch | triton | packages; see `hymoe.kernels.launch.backends`.
-            dtype: of all but the small tensors (norms, router, A_log, D, dt_bias, convolution biases), which are float32.
+            dtype: of all but the small tensors (norms, router, A_log, D, dt_bias, convolution biases): float32.
             device: where to allocate; "meta" allocates nothing.
         """
         super().__init__()
@@ -134,7 +134,8 @@ class HybridLM(nn.Module):
 
         Args:
             input_ids: (T,) int64 tokens of S documents, packed end to end.
-            cu_seqlens: (S+1,) int32 document starts, the last entry T; or the row's `Packed`, which spares asking the device.
+            cu_seqlens: (S+1,) int32 document starts, the last entry T; or the row's `Packed`, which spares
+                asking the device.
 
         Returns:
             hidden: (T, D).
@@ -188,8 +189,8 @@ class HybridLM(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Random weights for a model that is trained from nothing; never called on a loaded one.
 
-        Normal with std `initializer_range`, residual outputs divided by sqrt(2L) (GPT-2), norms 1, biases 0; A_log = log of
-        1..H; dt_bias so that the time step is log-uniform between time_step_min and time_step_max (Mamba, section 3.6).
+        Normal with std `initializer_range`, residual outputs divided by sqrt(2L) (GPT-2), norms 1, biases 0; A_log =
+        log of 1..H; dt_bias so that the time step is log-uniform from time_step_min to time_step_max (Mamba, 3.6).
         """
         cfg = self.config
         rng = torch.Generator().manual_seed(seed)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+
 from hymoe.model.config import HybridConfig
 from hymoe.model.net import HybridLM
 

@@ -5,8 +5,8 @@ Math (letters of `model/config.py`; `ref.py` has the recurrence): with s[i] the 
 2. what a chunk adds to the state: sum_j exp(s[Q-1] - s[j]) b[j] outer dt[j] x[j];
 3. from chunk to chunk of a document: enter[k] = exp(s_{k-1}[Q-1]) enter[k-1] + added[k-1], enter of the first being 0;
 4. what a chunk reads of it: y[i] += exp(s[i]) c[i] . enter.
-Chunks begin anew with each document (`Packed.chunks`), so nothing can cross a boundary, and a document's result does not
-depend on where it lies in the row.
+Chunks begin anew with each document (`Packed.chunks`), so nothing can cross a boundary, and a document's result does
+not depend on where it lies in the row.
 
 Shapes inside: (C, G, Q, ...) with the H/G heads of a group beside each other in the last dimensions.
 Dtypes: arithmetic in float32; y in x's dtype. Source: Dao and Gu 2024, section 6.
@@ -24,7 +24,7 @@ class _PassStates(torch.autograd.Function):
     """Step 3: the state that enters each chunk, from what each adds and how much each lets through."""
 
     @staticmethod
-    def forward(ctx, added: Tensor, through: Tensor, waves: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
+    def forward(ctx, added: Tensor, through: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
         # added (C, G, N, H/G, P), through (C, G, 1, H/G, 1) -> enter like added
         enter = torch.zeros_like(added)
         for now in waves:
@@ -35,7 +35,7 @@ class _PassStates(torch.autograd.Function):
         return enter
 
     @staticmethod
-    def backward(ctx, denter: Tensor):  # noqa: D102
+    def backward(ctx, denter: Tensor):
         through, enter = ctx.saved_tensors
         denter = denter.clone()
         dadded = torch.zeros_like(denter)
