@@ -18,11 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hymoe.engine.errors import UserError
-from hymoe.engine.hf_export import ExportPlan, export_dtypes, plan_export, save_pretrained
-from hymoe.engine.hf_index import SLICE_BYTES, TORCH_DTYPES, Checkpoint
-from hymoe.engine.hf_rows import local_rows, named_tensors
+from hymoe.engine.hf_export import save_pretrained
+from hymoe.engine.hf_index import SLICE_BYTES, Checkpoint
+from hymoe.engine.hf_plan import ExportPlan, export_dtypes, plan_export
+from hymoe.engine.hf_rows import check_names, local_rows, named_tensors
 from hymoe.model.config import HybridConfig
-from hymoe.model.names import Spec, by_parameter, is_small, parameter_shape
+from hymoe.model.names import Spec, by_parameter, is_small
 from hymoe.model.net import HybridLM
 
 __all__ = [
@@ -31,15 +32,17 @@ __all__ = [
     "export_dtypes",
     "load_pretrained",
     "load_weights",
+    "local_rows",
     "materialize",
     "near_zero_rows",
     "plan_export",
     "read_config",
+    "read_local_rows",
     "save_pretrained",
 ]
 
 ROUTER_BIAS = "e_score_correction_bias"
-NEAR_ZERO = 1e-3  # of the median norm: real rows lie within a factor of 100, untouched ones at 1e-17
+NEAR_ZERO = 1e-3  # of the median norm; rows that no training touched were seen at 1e-17
 
 
 def read_config(path: str | Path) -> HybridConfig:
@@ -148,27 +151,14 @@ def load_weights(
         ValueError: the model has a tensor that the checkpoint's names do not know, or the reverse.
     """
     specs = checkpoint.check_against(lm.config)
+    check_names(lm, specs)
     files = by_parameter(specs)
-    tensors = named_tensors(lm)
-    if files.keys() != tensors.keys():
-        unknown, unfilled = sorted(tensors.keys() - files), sorted(files.keys() - tensors)
-        raise ValueError(
-            f"never loaded: {', '.join(unknown[:3]) or 'none'}; "
-            f"in the checkpoint but not in the model: {', '.join(unfilled[:3]) or 'none'}"
-        )
-    pieces: list[tuple[str, torch.Tensor, int]] = []  # file tensor, where it goes, its first row
-    for name, tensor in tensors.items():
-        expected = parameter_shape(specs, files[name])
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"{name}: {list(tensor.shape)}; expected {list(expected)}")
+    pieces: list[Piece] = []
+    for name, tensor in named_tensors(lm).items():
         part = local_rows(name, tensor)
         if part.local.is_meta:
             raise ValueError(f"{name} is on the meta device: give the model memory before loading")
-        if specs[files[name][0]].expert is None:
-            pieces.append((files[name][0], part.local, part.begin))
-        else:
-            mine = files[name][part.begin : part.begin + len(part.local)]
-            pieces += [(file, part.local[row], 0) for row, file in enumerate(mine)]
+        pieces += _pieces(specs, files[name], part.local, part.begin)
     total, done = sum(checkpoint.nbytes(file, len(into)) for file, into, _ in pieces), 0
     for file, into, begin in pieces:
         checkpoint.read_into(file, into, begin)
@@ -176,6 +166,41 @@ def load_weights(
         if progress is not None:
             progress(done, total)
     lm.source = checkpoint.folder
+
+
+def read_local_rows(
+    checkpoint: Checkpoint, specs: Mapping[str, Spec], name: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """What the checkpoint has in the place of this rank's rows of a parameter.
+
+    Args:
+        checkpoint: the opened folder.
+        specs: what `check_against` gave.
+        name: our name of the parameter.
+        tensor: the parameter, a plain tensor or a DTensor; only its placement counts.
+
+    Returns:
+        (rows, ...) CPU, in the dtype of the file, of a stack in the smallest that holds all its experts.
+    """
+    files = [file for file, spec in specs.items() if spec.param == name]
+    part = local_rows(name, tensor)
+    rows = torch.empty(part.local.shape, dtype=checkpoint.dtype(files))
+    for file, into, begin in _pieces(specs, files, rows, part.begin):
+        checkpoint.read_into(file, into, begin)
+    return rows
+
+
+Piece = tuple[str, torch.Tensor, int]  # tensor of the file, where its rows go, the first of them
+
+
+def _pieces(
+    specs: Mapping[str, Spec], files: list[str], rows: torch.Tensor, begin: int
+) -> list[Piece]:
+    """What to read for the rows of a parameter from row `begin` on; of a stack, an expert is a row."""
+    if specs[files[0]].expert is None:
+        return [(files[0], rows, begin)]
+    mine = files[begin : begin + len(rows)]
+    return [(file, rows[row], 0) for row, file in enumerate(mine)]
 
 
 def near_zero_rows(source: nn.Module | Checkpoint) -> list[int]:
@@ -195,7 +220,9 @@ def near_zero_rows(source: nn.Module | Checkpoint) -> list[int]:
         name = f"{source.prefix}embeddings.weight"
         count, width = source.entries[name].shape
         step = max(1, SLICE_BYTES // (4 * width))
-        parts = [_norms(source.read(name, at, min(at + step, count))) for at in range(0, count, step)]
+        parts = [
+            _norms(source.read(name, at, min(at + step, count))) for at in range(0, count, step)
+        ]
         norms = torch.cat(parts)
     else:
         weight = source.embeddings.weight

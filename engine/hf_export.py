@@ -1,104 +1,33 @@
-"""Writing an HF folder: shards, index, and everything else of the base that is not weights.
+"""Writes a model as an HF folder: whole, or not at all.
 
-`plan_export` decides everything before a byte is written: which tensor has which dtype, in which shard
-and at which byte. So every rank writes the rows that it holds straight to their place in the shared
-files, in slices; nothing is gathered, and the bytes do not depend on the number of ranks. The target must
-be on a file system that all ranks share.
+`hf_plan` has decided which tensor lies at which byte of which file, so every rank writes the rows that it
+holds straight to their place, in slices: nothing is gathered, all ranks write at once, and the bytes do
+not depend on their number. The target must be on a file system that all ranks share.
 
-- **Dtype**: the base file's, tensor by tensor. Without a base: small tensors (`names.is_small`) F32,
-  all others the config's dtype.
-- **Names**: the base's prefix; without a base `backbone.`. Tensors in the model's order, `mtp.*` after
-  them byte for byte from the base; inside a shard by falling width of dtype, so that all are aligned.
-  Where embeddings are tied and the base has an `lm_head.weight` all the same, it gets the embeddings.
-- **Size**: a shard file has at most `max_shard_size` bytes, its header included; a tensor that is larger
-  by itself gets a file of its own.
-- **Carried over**: the regular files at the top of the base folder and in `additional_chat_templates/`
-  (config, tokenizer, templates, generation settings, the `.py` files of auto_map, model card), byte for
-  byte; not: weights and their indices (WEIGHTS), names that begin with a dot, files above CARRY_BYTES,
-  links that lead out (`hf_index.contained`). What was left is listed in the plan.
-- **Whole or not at all**: written into `.NAME.partial` beside the target, synced, then renamed. A target
-  that exists must be an empty folder. A failure on any rank stops all and removes the partial folder.
+The folder is written as `.NAME.partial` beside the target, synced and renamed. A failure on any rank
+stops all of them and removes it; one that a kill left behind is removed by the next export.
 """
 
 import json
 import os
-import re
 import shutil
-import stat
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hymoe.engine.errors import UserError
-from hymoe.engine.hf_index import (
-    BITS,
-    INDEX,
-    PASSED_THROUGH,
-    SINGLE,
-    SLICE_BYTES,
-    TORCH_DTYPES,
-    Checkpoint,
-    contained,
-)
-from hymoe.engine.hf_ranks import rank_and_world, together
-from hymoe.engine.hf_rows import local_rows, named_tensors
-from hymoe.model.names import Spec, by_parameter, is_small, parameter_shape, tensor_specs
-
-FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-METADATA = {"format": "pt"}  # readers refuse a file without it
-CARRY_BYTES = 256 << 20  # the largest tokenizer in use has 33 MB
-CARRY_FOLDERS = ("additional_chat_templates",)
-WEIGHTS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
-    *(".npz", ".npy", ".tflite", ".ot", ".index.json"),
-)
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from hymoe.engine.hf_index import INDEX, SLICE_BYTES, TORCH_DTYPES, contained
+from hymoe.engine.hf_plan import ExportPlan, Planned, passed_through, plan_export
+from hymoe.engine.hf_rows import LocalRows, local_rows, named_tensors
+from hymoe.model.names import by_parameter
 
 Value = Callable[[str, torch.Tensor], torch.Tensor | None]
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One tensor of the export: its place is byte `start` of the file of shard `shard`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    shard: int = -1
-    start: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """What an export will write; the same on every rank.
-
-    Attributes:
-        target: the folder to be.
-        base: where dtypes, prefix, `mtp.*` and the other files come from, or None.
-        specs: file name -> Spec of what the model supplies.
-        tensors: file name -> Planned, all tensors in order.
-        shards: (file name, header, file size in bytes) of each shard.
-        carried: files that come over from the base, relative to it.
-        skipped: files of the base that do not, with the reason.
-    """
-
-    target: Path
-    base: Checkpoint | None
-    specs: dict[str, Spec]
-    tensors: dict[str, Planned]
-    shards: list[tuple[str, bytes, int]]
-    carried: list[str]
-    skipped: dict[str, str]
-
-    @property
-    def total_size(self) -> int:
-        """Bytes of all tensors, as the index states it."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+T = TypeVar("T")
 
 
 def save_pretrained(
@@ -112,68 +41,246 @@ def save_pretrained(
 ) -> ExportPlan:
     """Writes the model as an HF folder; collective: every rank of the default process group calls it.
 
-    At most one slice of a tensor is copied at a time. The rules are in this file's head.
-
     Args:
-        lm: HybridLM; plain parameters or FSDP2's DTensors, any device.
+        lm: HybridLM; plain parameters (equal on all ranks) or FSDP2's DTensors, any device.
         path: the folder, absent or empty.
         max_shard_size: bytes of a file, or a string such as "4GB" (10^9) or "500MiB" (2^20).
-        base: the HF folder that the model came from; `lm.source` where not given. With neither, the
-            weights and config.json alone are written.
+        base: the HF folder that the model came from; `lm.source` where not given. With neither, weights
+            and config.json alone are written.
         value: (our name, parameter) -> what to write in its place: this rank's rows, in the dtype that
-            `export_dtypes` names; or None for the parameter itself, cast by rounding to nearest.
+            `export_dtypes` names; or None for the parameter itself, cast by rounding to nearest. Not
+            called on a rank that does not write the parameter.
         progress: called with (bytes written, bytes to write) of this rank.
 
     Returns:
-        The plan that was carried out.
+        The plan that was carried out; the rules are in hf_plan's head.
 
     Raises:
         UserError: the target is not empty, the base does not fit the model, the disk is too small.
+        ValueError: `value` gave another shape or dtype.
     """
-    rank, _ = rank_and_world()
-    plan = together(lambda: plan_export(lm, path, max_shard_size=max_shard_size, base=base))[rank]
+    plan = _together(lambda: plan_export(lm, path, max_shard_size=max_shard_size, base=base))
     partial = plan.target.with_name(f".{plan.target.name}.partial")
+    first = _rank_and_world()[0] == 0
     try:
-        together(lambda: _create(plan, lm, partial) if rank == 0 else None)
-        written = together(lambda: _write(plan, lm, partial, value, progress))
-        together(lambda: _finish(plan, partial, written) if rank == 0 else None)
+        _together(lambda: _create(plan, partial) if first else None)
+        written = _together(lambda: _write(plan, lm, partial, value, progress))
+        counts = _gather(written)
+        _together(lambda: _finish(plan, lm, partial, counts) if first else None)
     except BaseException:
-        if rank == 0:
+        if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return plan
 
 
-def plan_export(
-    lm: nn.Module,
-    path: str | Path,
-    *,
-    max_shard_size: int | str = "5GB",
-    base: str | Path | None = None,
-) -> ExportPlan:
-    """All of an export that can be decided and checked without writing: call it before training.
+def _create(plan: ExportPlan, partial: Path) -> None:
+    """Makes the folder with every shard at its full size, headers written."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for shard in plan.shards:
+        with open(partial / shard.name, "xb") as file:
+            file.write(shard.head)
+            file.truncate(shard.size)
 
-    Raises:
-        UserError: as `save_pretrained`.
-    """
-    target = _free_target(Path(path))
-    folder = base if base is not None else lm.source
-    checkpoint = Checkpoint.open(folder) if folder is not None else None
-    if checkpoint is None and not lm.config.to_dict():
-        raise UserError(f"{path}: no base folder and no config.json to write; give a base")
-    specs = _specs(lm, checkpoint)
-    files, tensors = by_parameter(specs), named_tensors(lm)
-    for name, tensor in tensors.items():
-        if name not in files:
-            raise ValueError(f"{name}: a checkpoint has no place for it")
-        expected = parameter_shape(specs, files[name])
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"{name}: {list(tensor.shape)}; expected {list(expected)}")
-    if missing := sorted(files.keys() - tensors.keys()):
-        raise ValueError(f"the model lacks {', '.join(missing[:3])}")
-    shards = _pack(_wanted(lm, specs, checkpoint), _bytes(max_shard_size))
-    placed = [tensor for _, _, _, held in shards for tensor in held]
-    order = [*specs, *_passed(checkpoint)]
-    placed.sort(key={name: i for i, name in enumerate(order)}.__getitem__ and None)
-    carried, skipped = _carry(checkpoint.folder) if checkpoint else ([], {})
-    return ExportPlan(target, checkpoint, specs, {}, [], carried, skipped)
+
+def _write(
+    plan: ExportPlan,
+    lm: nn.Module,
+    partial: Path,
+    value: Value | None,
+    progress: Progress | None,
+) -> dict[int, int]:
+    """Writes what this rank holds; returns shard number -> bytes written."""
+    rank, world = _rank_and_world()
+    mine = []
+    for position, (name, tensor) in enumerate(named_tensors(lm).items()):
+        part = local_rows(name, tensor)
+        if part.first_copy if part.sharded else position % world == rank:
+            mine.append((name, tensor, part))
+    passed = passed_through(plan.base)[rank::world]
+    files = by_parameter(plan.specs)
+    total = sum(entry.nbytes for entry in passed)
+    for name, _, part in mine:
+        total += sum(
+            _row_bytes(p) * len(r) for p, _, r in _pieces(plan, files[name], part.local, part)
+        )
+    out = _Shards(plan, partial, total, progress)
+    try:
+        for name, tensor, part in mine:
+            rows = _rows(plan, files[name], name, tensor, part, value)
+            for planned, begin, piece in _pieces(plan, files[name], rows, part):
+                out.put(planned, begin, piece)
+        for entry in passed:
+            out.put_bytes(plan.tensors[entry.name], plan.base.raw(entry.name))
+    finally:
+        out.close()
+    return out.written
+
+
+def _rows(
+    plan: ExportPlan,
+    files: list[str],
+    name: str,
+    tensor: torch.Tensor,
+    part: LocalRows,
+    value: Value | None,
+) -> torch.Tensor:
+    """This rank's rows of a parameter as they are to be written, checked."""
+    rows = value(name, tensor) if value is not None else None
+    if rows is None:
+        rows = part.local
+    else:
+        dtypes = {TORCH_DTYPES[plan.tensors[file].dtype] for file in files}
+        # A stack with experts of two dtypes comes in the wider one, and each expert gets its own.
+        if len(dtypes) == 1 and rows.dtype not in dtypes:
+            raise ValueError(f"{name}: value gave {rows.dtype}; expected {dtypes.pop()}")
+    if rows.shape != part.local.shape:
+        raise ValueError(
+            f"{name}: value gave {list(rows.shape)}; expected {list(part.local.shape)}"
+        )
+    if rows.is_meta:
+        raise ValueError(f"{name} is on the meta device: there is nothing to write")
+    return rows.detach()
+
+
+def _pieces(
+    plan: ExportPlan, files: list[str], rows: torch.Tensor, part: LocalRows
+) -> Iterator[tuple[Planned, int, torch.Tensor]]:
+    """Rows of a parameter -> (tensor of the file, first row in it, its rows)."""
+    for file in files:
+        expert = plan.specs[file].expert
+        if expert is None:
+            yield plan.tensors[file], part.begin, rows
+        elif part.begin <= expert < part.begin + len(rows):
+            yield plan.tensors[file], 0, rows[expert - part.begin]
+
+
+def _row_bytes(planned: Planned) -> int:
+    return planned.nbytes // max(1, planned.shape[0])
+
+
+class _Shards:
+    """The shard files, opened by this rank as it first writes to each; synced on close."""
+
+    def __init__(
+        self, plan: ExportPlan, partial: Path, total: int, progress: Progress | None
+    ) -> None:
+        self.plan, self.partial, self.total, self.progress = plan, partial, total, progress
+        self.open: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+
+    def put(self, planned: Planned, begin: int, rows: torch.Tensor) -> None:
+        """Writes rows of any dtype and device from row `begin` of a tensor on."""
+        row_bytes, dtype = _row_bytes(planned), TORCH_DTYPES[planned.dtype]
+        step = max(1, SLICE_BYTES // row_bytes)
+        for at in range(0, len(rows), step):
+            piece = rows[at : at + step].to(dtype).cpu().contiguous()
+            data = memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+            self._pwrite(planned, planned.start + (begin + at) * row_bytes, data)
+
+    def put_bytes(self, planned: Planned, pieces: Iterator[bytes]) -> None:
+        """Writes a whole tensor as it is."""
+        at = planned.start
+        for piece in pieces:
+            self._pwrite(planned, at, memoryview(piece))
+            at += len(piece)
+
+    def _pwrite(self, planned: Planned, offset: int, data: memoryview) -> None:
+        shard = planned.shard
+        if shard not in self.open:
+            file = self.partial / self.plan.shards[shard].name
+            self.open[shard] = os.open(file, os.O_WRONLY)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.open[shard], data[done:], offset + done)
+        self.written[shard] = self.written.get(shard, 0) + done
+        if self.progress is not None:
+            self.progress(sum(self.written.values()), self.total)
+
+    def close(self) -> None:
+        """Syncs and closes."""
+        for fd in self.open.values():
+            os.fsync(fd)
+            os.close(fd)
+        self.open.clear()
+
+
+def _finish(plan: ExportPlan, lm: nn.Module, partial: Path, counts: list[dict[int, int]]) -> None:
+    """Checks that every byte was written, adds the other files, renames."""
+    for number, shard in enumerate(plan.shards):
+        written = sum(count.get(number, 0) for count in counts)
+        if written != plan.shard_bytes(number):
+            raise RuntimeError(
+                f"{shard.name}: {written} bytes written of {plan.shard_bytes(number)}"
+            )
+    if len(plan.shards) > 1:
+        weight_map = {name: plan.shards[t.shard].name for name, t in plan.tensors.items()}
+        index = {"metadata": {"total_size": plan.total_size}, "weight_map": weight_map}
+        _put_file(partial / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    if plan.base is None:
+        config = json.dumps(lm.config.to_dict(), indent=2) + "\n"
+        _put_file(partial / "config.json", config.encode())
+    for name in plan.carried:
+        source = contained(plan.base.folder, name)
+        if source is None:
+            raise UserError(f"{plan.base.folder / name}: became a link out of the folder")
+        _put_file(partial / name, source.read_bytes())
+    _sync(partial)
+    os.rename(partial, plan.target)
+    _sync(plan.target.parent)
+
+
+def _put_file(file: Path, content: bytes) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with open(file, "xb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Makes the entries of a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _gather(mine: T) -> list[T]:
+    """What every rank has, on every rank."""
+    world = _rank_and_world()[1]
+    if world == 1:
+        return [mine]
+    all_of_them: list[T] = [mine] * world
+    dist.all_gather_object(all_of_them, mine)
+    return all_of_them
+
+
+def _together(step: Callable[[], T]) -> T:
+    """Runs a step on every rank; where it fails on one it fails on all, with that one's message."""
+    result, error = None, None
+    try:
+        result = step()
+    except OSError as failure:
+        error = UserError(f"the export failed: {failure}")
+    except Exception as failure:
+        error = failure
+    user = error is None or isinstance(error, UserError)
+    found = _gather(None if error is None else (user, str(error)))
+    if error is not None:
+        raise error
+    for rank, failed in enumerate(found):
+        if failed is not None:
+            user, message = failed
+            raise (UserError if user else RuntimeError)(
+                message if user else f"rank {rank}: {message}"
+            )
+    return result

@@ -6,7 +6,7 @@ rank that touches it, and an own reader can refuse a bad file before it allocate
 
 Which files count: `config.json`, and `model.safetensors` or the shards that
 `model.safetensors.index.json` names. A shard is a plain file name in the folder; a link must lead
-to a file of the same folder, or, in a download cache (`models--*/snapshots/*/`), of its `blobs/`.
+to a file of the folder, or, in a download cache (`models--*/snapshots/*/`), of its `blobs/`.
 """
 
 import json
@@ -243,11 +243,11 @@ def contained(folder: Path, name: str) -> Path | None:
     """
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(home / name))
-    if real.parent == home:
-        return real
     cache = home.parent.parent
     in_cache = home.parent.name == "snapshots" and cache.name.startswith("models--")
-    return real if in_cache and real.parent == cache / "blobs" else None
+    if real.is_relative_to(home) or (in_cache and real.parent == cache / "blobs"):
+        return real
+    return None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -277,7 +277,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def _shard_file(folder: Path, shard: str, weight_map: dict[str, str]) -> Path:
     """The file of a shard, refused unless it is one of the folder; no shard has been opened yet."""
     tensor = next(name for name, file in weight_map.items() if file == shard)
-    where = f"{folder / INDEX}: tensor {tensor}: shard {shard!r}" if tensor else f"{folder}: {shard}"
+    where = (
+        f"{folder / INDEX}: tensor {tensor}: shard {shard!r}" if tensor else f"{folder}: {shard}"
+    )
     plain = shard not in ("", ".", "..") and not any(c in shard for c in "/\\\0")
     if not plain:
         raise UserError(f"{where} is not a plain file name; expected a file of this folder")
@@ -350,8 +352,10 @@ def _entry(file: Path, data: int, name: str, value: Any) -> Entry:
     value = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise UserError(f"{file}: tensor {name}: expected dtype, shape and data_offsets in its header")
-    if dtype not in BITS:
+        raise UserError(
+            f"{file}: tensor {name}: expected dtype, shape and data_offsets in its header"
+        )
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise UserError(f"{file}: tensor {name}: unknown dtype {dtype!r}")
     begin, end = offsets
     bits = math.prod(shape) * BITS[dtype]

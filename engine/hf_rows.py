@@ -4,12 +4,15 @@ Sharding is by dim 0 alone (whole experts of a stack), so a shard is a range of 
 where it begins. FSDP2's DTensors are `Shard(0)`, over several mesh dimensions also with `Replicate`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hymoe.model.names import Spec, by_parameter, parameter_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,26 @@ def named_tensors(lm: nn.Module) -> dict[str, torch.Tensor]:
         if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
             tensors[name] = buffer
     return tensors
+
+
+def check_names(lm: nn.Module, specs: Mapping[str, Spec]) -> None:
+    """The tensors of a model are exactly those that the names of a checkpoint speak of.
+
+    Raises:
+        ValueError: the model has a tensor that would never be loaded or written, lacks one, or has one
+            of another shape; the message names it.
+    """
+    files, tensors = by_parameter(specs), named_tensors(lm)
+    if extra := sorted(tensors.keys() - files.keys()):
+        raise ValueError(f"{extra[0]} is in the model, but checkpoints have no name for it")
+    if missing := sorted(files.keys() - tensors.keys()):
+        raise ValueError(
+            f"{missing[0]} is not in the model, but {files[missing[0]][0]} belongs there"
+        )
+    for name, tensor in tensors.items():
+        expected = parameter_shape(specs, files[name])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name}: {list(tensor.shape)}; expected {list(expected)}")
 
 
 def local_rows(name: str, tensor: torch.Tensor) -> LocalRows:

@@ -298,12 +298,16 @@ def _dtype(value: str) -> str:
 
 
 def _time_step_limit(value: Any) -> tuple[float, float]:
-    """[low, high]; absent or null is [0, inf]. JSON writers spell infinity `Infinity`, "inf" or null."""
+    """[low, high]; absent or null is [0, inf].
+
+    JSON writers spell infinity `Infinity`, "inf", null, or (transformers) {"__float__": "Infinity"}.
+    """
     if value is None:
         return (0.0, float("inf"))
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"time_step_limit = {value!r}; expected two numbers")
     defaults = (0.0, float("inf"))
+    value = [v["__float__"] if isinstance(v, dict) and "__float__" in v else v for v in value]
     try:
         low, high = (d if v is None else float(v) for v, d in zip(value, defaults, strict=True))
     except (TypeError, ValueError):

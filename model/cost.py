@@ -1,7 +1,7 @@
 """What a model costs, before one exists: parameters, FLOPs a token, bytes. Pure arithmetic.
 
-**Parameters** are counted from `layer_shapes`, one dictionary a layer kind; the totals equal those of
-the published checkpoints. *Active* is what one token uses: K of E routed experts, all else whole.
+**Parameters** are counted from the table of names; the totals equal those of the published checkpoints.
+*Active* is what one token uses: K of E routed experts, all else whole.
 
 **FLOPs** of one token, forward, a multiply-add counted as two:
     matmul     2 * every active weight of two or more dimensions; the head counts (tied or not), the
@@ -18,14 +18,15 @@ recomputed in the backward pass comes on top (`Flops.recomputed`) and never coun
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 from hymoe.model.config import HybridConfig
-from hymoe.model.names import is_small
+from hymoe.model.names import by_parameter, is_small, parameter_shape, tensor_specs
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ROUTED = ("experts.up_proj", "experts.down_proj")
+LAYER = "layers.0."  # any layer will do: shapes follow from the kind
+ROUTED = ("mixer.experts.up_proj", "mixer.experts.down_proj")
 
 
 def layer_shapes(config: HybridConfig, kind: str) -> dict[str, tuple[int, ...]]:
@@ -35,65 +36,12 @@ def layer_shapes(config: HybridConfig, kind: str) -> dict[str, tuple[int, ...]]:
         config: the model.
         kind: one letter of `config.pattern`.
     """
-    mixer = {"M": _mamba, "E": _experts, "*": _attention, "-": _mlp}[kind](config)
-    shapes = {"norm.weight": (config.hidden_size,)}
-    return shapes | {f"mixer.{name}": shape for name, shape in mixer.items()}
-
-
-def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
-    return shapes | ({f"{name}.bias": (rows,)} if bias else {})
-
-
-def _mamba(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    heads, inner, channels = config.mamba_num_heads, config.mamba_inner, config.conv_dim
-    shapes = _linear("in_proj", inner + channels + heads, config.hidden_size, config.use_bias)
-    shapes["conv1d.weight"] = (channels, 1, config.conv_kernel)
-    if config.use_conv_bias:
-        shapes["conv1d.bias"] = (channels,)
-    shapes |= {"A_log": (heads,), "D": (heads,), "dt_bias": (heads,), "norm.weight": (inner,)}
-    return shapes | _linear("out_proj", config.hidden_size, inner, config.use_bias)
-
-
-def _attention(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    width, bias = config.hidden_size, config.attention_bias
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    return (
-        _linear("q_proj", q, width, bias)
-        | _linear("k_proj", kv, width, bias)
-        | _linear("v_proj", kv, width, bias)
-        | _linear("o_proj", width, q, bias)
-    )
-
-
-def _mlp(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    width, inner = config.hidden_size, config.intermediate_size
-    return _linear("up_proj", inner, width, config.mlp_bias) | _linear(
-        "down_proj", width, inner, config.mlp_bias
-    )
-
-
-def _experts(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    width, bias = config.hidden_size, config.mlp_bias
-    experts, inner, reads = (
-        config.n_routed_experts,
-        config.moe_intermediate_size,
-        config.expert_input,
-    )
-    shared = config.moe_shared_expert_intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "gate.weight": (experts, width),
-        "gate.e_score_correction_bias": (experts,),
-        "experts.up_proj": (experts, inner, reads),
-        "experts.down_proj": (experts, reads, inner),
+    specs = tensor_specs(replace(config, pattern=kind))
+    return {
+        name.removeprefix(LAYER): parameter_shape(specs, files)
+        for name, files in by_parameter(specs).items()
+        if name.startswith(LAYER)
     }
-    shapes |= _linear("shared_experts.up_proj", shared, width, bias)
-    shapes |= _linear("shared_experts.down_proj", width, shared, bias)
-    if config.moe_latent_size:
-        shapes |= _linear("fc1_latent_proj", reads, width, bias)
-        shapes |= _linear("fc2_latent_proj", width, reads, bias)
-    return shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,16 +91,17 @@ def count_parameters(config: HybridConfig) -> Parameters:
         for name, shape in layer_shapes(config, kind).items():
             size = layers * prod(shape)
             counts[_family(kind, name)] += size
-            counts["small"] += size if is_small(f"layers.0.{name}") else 0
+            counts["small"] += size if is_small(LAYER + name) else 0
             if name.endswith("e_score_correction_bias"):
                 counts["frozen"] += size
-            if name.endswith(ROUTED):
-                counts["routed_active"] += size // config.n_routed_experts * _active(config)
+            if name in ROUTED:
+                counts["routed_active"] += _used(config, size)
     return Parameters(**counts)
 
 
-def _active(config: HybridConfig) -> int:
-    return config.num_experts_per_tok
+def _used(config: HybridConfig, routed: int) -> int:
+    """The part of this many values of routed experts that one token uses."""
+    return routed // config.n_routed_experts * config.num_experts_per_tok
 
 
 def _family(kind: str, name: str) -> str:
@@ -198,14 +147,11 @@ def flops_per_token(config: HybridConfig, context: float) -> Flops:
     """
     head = 2 * config.vocab_size * config.hidden_size
     matmul = head
-    for kind in config.pattern:
+    for kind in set(config.pattern):
         for name, shape in layer_shapes(config, kind).items():
-            if len(shape) < 2:
-                continue
-            size = prod(shape)
-            if name.endswith(ROUTED):
-                size = size // config.n_routed_experts * config.num_experts_per_tok
-            matmul += 2 * size
+            size = prod(shape) if len(shape) >= 2 else 0
+            used = _used(config, size) if name in ROUTED else size
+            matmul += 2 * config.pattern.count(kind) * used
     attention = 4 * config.num_attention_heads * config.head_dim * context
     scores = config.chunk_size * (config.n_groups * config.ssm_state_size + config.mamba_inner)
     states = 2 * config.mamba_inner * config.ssm_state_size
@@ -239,10 +185,10 @@ def weight_bytes(config: HybridConfig, dtype: str) -> dict[str, int]:
     counts = dict.fromkeys(Parameters().families, 0)
     counts["embedding"] = config.vocab_size * config.hidden_size
     counts["head"] = 0 if config.tie_word_embeddings else counts["embedding"]
-    for kind in config.pattern:
+    for kind in set(config.pattern):
         for name, shape in layer_shapes(config, kind).items():
-            if not is_small(f"layers.0.{name}"):
-                counts[_family(kind, name)] += prod(shape)
+            if not is_small(LAYER + name):
+                counts[_family(kind, name)] += config.pattern.count(kind) * prod(shape)
     result = {family: size * count for family, count in counts.items() if count}
     return result | {"small": 4 * count_parameters(config).small}
 
@@ -250,7 +196,7 @@ def weight_bytes(config: HybridConfig, dtype: str) -> dict[str, int]:
 def unit_parameters(config: HybridConfig, kind: str) -> int:
     """Values of one block that FSDP2 gathers and frees together: all but the small ones."""
     shapes = layer_shapes(config, kind).items()
-    return sum(prod(shape) for name, shape in shapes if not is_small(f"layers.0.{name}"))
+    return sum(prod(shape) for name, shape in shapes if not is_small(LAYER + name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

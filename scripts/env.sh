@@ -41,7 +41,16 @@ PY
 env_stamp() {
     cat "$HYMOE_REPO/constraints.txt" "$HYMOE_REPO/setup.py" "$HYMOE_REPO/scripts/env.sh" |
         "$1" -c 'import hashlib, sys
-print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), *sys.argv[1:])' "$1" "$HYMOE_REPO" "$2"
+print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.argv[1])' "$HYMOE_REPO"
+}
+
+# Succeeds where .venv was made completely for the stamp $1, and lends from the Python in $2 if there
+# is one to lend from.
+env_up_to_date() {
+    local stamp lender
+    [ -x "$HYMOE_VENV/bin/python" ] && "$HYMOE_VENV/bin/python" -c '' 2>/dev/null || return 1
+    { read -r stamp && read -r lender; } <"$HYMOE_VENV/hymoe-stamp" 2>/dev/null || return 1
+    [ "$stamp" = "$1" ] && { [ -z "$2" ] || [ "$2" = "$lender" ]; }
 }
 
 # Makes the packages of the Python in $1 visible in .venv, after .venv's own.
@@ -105,24 +114,24 @@ env_install() {
         env_pip --constraint "$constraints" torch setuptools
     fi
     env_missing_constraints "$constraints" # what is there stays, what is missing gets the tested version
-    if ! "$HYMOE_VENV/bin/python" -c 'import setuptools' 2>/dev/null; then
+    if ! "$HYMOE_VENV/bin/python" 2>/dev/null -c 'import setuptools, sys
+sys.exit(int(setuptools.__version__.split(".")[0]) < 77)'; then
         env_pip "$(grep '^setuptools==' "$HYMOE_REPO/constraints.txt")"
     fi
     env_say "installing hymoe and the rest from constraints.txt ..."
     env_pip --no-build-isolation --constraint "$constraints" --editable "$HYMOE_REPO[test]"
-    env_stamp "$python" "$lent" >"$HYMOE_VENV/hymoe-stamp"
+    printf '%s\n%s\n' "$(env_stamp "$python")" "${lent:+$python}" >"$HYMOE_VENV/hymoe-stamp"
 }
 
 env_activate() {
-    local python lent stamp
+    local python lent
     # A .venv of ours that happens to be active must not be taken for the Python to build it from.
     PATH="$(printf '%s' "$PATH" | tr ':' '\n' | grep -vxF "$HYMOE_VENV/bin" | paste -sd: -)"
     hash -r
     python="$(env_find_python)" ||
         env_fail "needs Python 3.11 or newer with its venv module (Debian, Ubuntu: apt-get install python3-venv)"
     lent="$(env_usable_torch "$python")" || lent=""
-    stamp="$(env_stamp "$python" "$lent")"
-    if [ "$(cat "$HYMOE_VENV/hymoe-stamp" 2>/dev/null)" = "$stamp" ]; then
+    if env_up_to_date "$(env_stamp "$python")" "${lent:+$python}"; then
         env_say "$HYMOE_VENV is up to date"
     else
         env_install "$python" "$lent"

@@ -302,7 +302,7 @@ def test_an_installed_kernels_package_wins(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("def get_kernel(): return 'theirs'\n")
     code = (
-        f"import sys; sys.path.append({str(tmp_path)!r}); from kernels import get_kernel; "
+        f"import sys; sys.path.insert(1, {str(tmp_path)!r}); from kernels import get_kernel; "
         f"import hymoe.kernels; print(get_kernel(), hymoe.kernels.__name__)"
     )
     assert _python(code, REPO) == "theirs hymoe.kernels"

@@ -27,6 +27,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation that waits for an answer."""
+
+    id: str | int  # as in the file
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One conversation and where it stands."""
 
@@ -92,6 +100,36 @@ def read_rows(
             on_broken(error)
             continue
         yield row
+
+
+def read_questions(path: Path | str) -> Iterator[Question]:
+    """Yields the prompts of a JSONL file: `id` (or `key`), and `messages` or `prompt`, the user's text.
+
+    Raises:
+        UserError: as `read_jsonl`; a row without an id, with one that was there, or without a last user turn with text.
+    """
+    seen: set[str] = set()
+    for number, content in read_jsonl(path):
+        where = f"{path}:{number}"
+        id_ = content.get("id", content.get("key"))
+        if not isinstance(id_, str | int) or isinstance(id_, bool):
+            raise UserError(f'{where}: "id" is {_shown(id_)}, expected text or a number')
+        if str(id_) in seen:
+            raise UserError(f"{where}: found id {id_} again, expected each once")
+        seen.add(str(id_))
+        if ("messages" in content) == ("prompt" in content):
+            raise UserError(
+                f'{where}: expected either "messages" or "prompt", found '
+                + ("both" if "prompt" in content else "neither")
+            )
+        if "prompt" in content:
+            content = {"messages": [{"role": "user", "content": content["prompt"]}]}
+        messages = parse_messages(content, where)
+        if messages[-1].role != "user" or any(message.content is None for message in messages):
+            raise UserError(
+                f"{where}: found no text of a user at the end, expected a turn to answer"
+            )
+        yield Question(id_, messages)
 
 
 def parse_messages(content: dict[str, Any], where: str) -> tuple[Message, ...]:

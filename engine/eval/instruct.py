@@ -42,6 +42,13 @@ class Tally:
         self.strict += strict
         self.loose += loose
 
+    def shown(self) -> str:
+        """The strict rate in percent, with the loose one where it differs."""
+        if not self.total:
+            return "-"
+        loose = f" (loose {self.loose / self.total:.1%})" if self.loose != self.strict else ""
+        return f"{self.strict / self.total:.1%}{loose}"
+
     def as_dict(self) -> dict[str, int | float | None]:
         """Counts and rates; a rate of nothing is None."""
         rates = {

@@ -1,0 +1,235 @@
+"""The recipe of a run: a tree of frozen dataclasses, read from TOML, changed by command-line flags, checked as a whole."""
+
+import dataclasses
+import difflib
+import hashlib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hymoe.engine.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Where the base model is."""
+
+    path: str = ""
+    """HF folder: shards, index, config.json, tokenizer."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights and arithmetic; auto: what config.json says. Small tensors are float32 in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is trained on."""
+
+    path: str = ""
+    """JSONL file with one `messages` list a row."""
+    eval: str | None = None
+    """The same for held-out rows; gives eval_loss."""
+    seq_len: int = 8192
+    """Tokens a packed row has at most."""
+    micro_tokens: int = 16384
+    """Tokens a rank processes in one micro-step: whole rows of seq_len."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and its schedule: linear warm-up, then cosine to a share of the peak."""
+
+    lr: float = 3e-7
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step over the peak."""
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    """Decoupled; not for norms, biases, A_log, D, dt_bias, embeddings."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient of the mean loss."""
+    rounding: Literal["auto", "exact", "stochastic", "nearest"] = "auto"
+    """How a BF16 weight takes an update that is smaller than its last bit; auto: exact where memory allows."""
+    max_skipped: int = 5
+    """Steps in a row that may be skipped for a non-finite gradient before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at once, and what the backward pass keeps."""
+
+    steps: int = 0
+    """Optimiser steps; 0: as `epochs` says."""
+    epochs: float = 1.0
+    """Passes over the data, where steps is 0."""
+    step_tokens: int = 65536
+    """Tokens of one optimiser step over all ranks and micro-steps."""
+    eval_every: int = 100
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    seed: int = 4242
+    keep: Literal["auto", "inputs", "all"] = "auto"
+    """What a block keeps for its backward pass: its input (and runs again) or everything; auto: by the memory estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How the model is spread over the ranks."""
+
+    expert_parallel: Literal["auto", "1"] = "auto"
+    """Ranks that share the experts; this version has the plan without expert parallelism only."""
+    replicas: Literal[1] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where a run leaves its traces."""
+
+    dir: str = ""
+    replace: bool = False
+    """Whether an earlier run in `dir` is removed; without it, it is refused."""
+    export: str = "final"
+    """Folder in `dir` for the trained model in HF format; empty: none."""
+    max_shard_size: str = "5GB"
+    """Largest file of the export."""
+    kernels: Literal["auto", "torch", "triton", "packages"] = "auto"
+    log_every: int = 1
+    """Steps between lines on the screen; metrics.jsonl has every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a run depends on."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)
+    run: Run = field(default_factory=Run)
+
+    def to_toml(self) -> str:
+        """The recipe as the file that would give it."""
+        lines = []
+        for section in dataclasses.fields(self):
+            lines.append(f"[{section.name}]")
+            values = dataclasses.asdict(getattr(self, section.name))
+            lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+            lines.append("")
+        return "\n".join(lines)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the resolved recipe."""
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()
+
+
+def load(path: str | Path) -> Recipe:
+    """Reads a recipe file.
+
+    Raises:
+        UserError: no such file, no TOML, an unknown section or key (with the nearest name), a value of another type.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid TOML ({error})") from None
+    sections = {f.name: f for f in dataclasses.fields(Recipe)}
+    built = {}
+    for name, values in raw.items():
+        if name not in sections:
+            raise UserError(f"{path}: unknown section [{name}]{_nearest(name, sections)}")
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {name} = {values!r} stands outside a section; expected [{name}]")
+        built[name] = _section(path, name, sections[name].default_factory, values)
+    return Recipe(**built)
+
+
+def _section(path: Path, section: str, kind: Any, values: dict[str, Any]) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key, value in values.items():
+        where = f"{path}: [{section}] {key}"
+        if key not in fields:
+            raise UserError(f"{where} is unknown{_nearest(key, fields)}")
+        expected = fields[key].type
+        if key == "expert_parallel":
+            values[key] = value = str(value)
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
+            values[key] = value = float(value)
+        choices = getattr(expected, "__args__", None) if "Literal" in str(expected) else None
+        if choices is not None:
+            if value not in choices:
+                raise UserError(f"{where} = {value!r}; expected one of {', '.join(map(str, choices))}")
+        elif not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+            raise UserError(f"{where} = {value!r}; expected {getattr(expected, '__name__', expected)}")
+    return kind(**values)
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def check(recipe: Recipe, world_size: int) -> int:
+    """Checks what no single key shows.
+
+    Returns:
+        Micro-steps a step has on each rank.
+
+    Raises:
+        UserError: naming the keys, their values and what would fit.
+    """
+    model, data, optim, train, run = recipe.model, recipe.data, recipe.optim, recipe.train, recipe.run
+    for key, value in (("model.path", model.path), ("data.path", data.path), ("run.dir", run.dir)):
+        if not value:
+            raise UserError(f"{key} is missing: set it in the recipe or by --{key}")
+    positive = {
+        "data.seq_len": data.seq_len,
+        "data.micro_tokens": data.micro_tokens,
+        "train.step_tokens": train.step_tokens,
+        "optim.lr": optim.lr,
+        "optim.clip_norm": optim.clip_norm,
+        "optim.eps": optim.eps,
+        "run.log_every": run.log_every,
+        "optim.max_skipped": optim.max_skipped,
+    }
+    for key, value in positive.items():
+        if not value > 0:
+            raise UserError(f"{key} = {value}; expected more than 0")
+    shares = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2, "optim.min_lr_ratio": optim.min_lr_ratio}
+    for key, value in shares.items():
+        if not 0 <= value <= 1 or ("beta" in key and value == 1):
+            raise UserError(f"{key} = {value}; expected a number from 0 to 1")
+    counts = {"train.steps": train.steps, "train.eval_every": train.eval_every}
+    counts |= {"optim.warmup_steps": optim.warmup_steps, "optim.weight_decay": optim.weight_decay}
+    for key, value in counts.items():
+        if value < 0:
+            raise UserError(f"{key} = {value}; expected 0 or more")
+    if not train.steps and not train.epochs > 0:
+        raise UserError(f"train.steps = 0 and train.epochs = {train.epochs}: one of them must be more than 0")
+    if data.micro_tokens % data.seq_len:
+        raise UserError(
+            f"data.micro_tokens = {data.micro_tokens} is no multiple of data.seq_len = {data.seq_len}: "
+            "a micro-step takes whole rows"
+        )
+    one = data.micro_tokens * world_size
+    if train.step_tokens % one:
+        raise UserError(
+            f"train.step_tokens = {train.step_tokens} does not divide into micro-steps of data.micro_tokens = "
+            f"{data.micro_tokens} on {world_size} ranks; a multiple of {one} would"
+        )
+    return train.step_tokens // one

@@ -1,0 +1,364 @@
+"""Where a run is put together: recipe -> plan, model, data, optimiser, loop, export.
+
+The only place that wires objects and the only one that reads the environment.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hymoe.engine import budget, parallel
+from hymoe.engine.data.loader import Loader
+from hymoe.engine.data.prepare import PrepareStats, prepare_jsonl
+from hymoe.engine.data.rows import Rows
+from hymoe.engine.data.tokenizer import Tokenizer
+from hymoe.engine.errors import UserError
+from hymoe.engine.export import TrainedValues
+from hymoe.engine.hf_checkpoint import Checkpoint, load_weights, near_zero_rows, plan_export, save_pretrained
+from hymoe.engine.log import RunLog, machine_stamp
+from hymoe.engine.optim import Optimizer, schedule
+from hymoe.engine.recipe import Recipe, check
+from hymoe.engine.stop import StopFlag
+from hymoe.engine.train import Job, Outcome, peak_memory_bytes, train
+from hymoe.kernels.launch import backends
+from hymoe.model.config import HybridConfig
+from hymoe.model.cost import count_parameters, flops_per_token, mean_context
+from hymoe.model.net import HybridLM
+
+# Dense BF16 FLOP/s without sparsity, by a part of the device's name, from the vendor's data sheets.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "RTX PRO 6000": 503e12}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that torchrun started."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this process, or the CPU where there is none."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def world() -> World:
+    """Reads what torchrun sets; without it, one process."""
+    values = (os.environ.get(key, default) for key, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    return World(*(int(value) for value in values))
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe whose every `auto` is decided, with what was found on the way."""
+
+    recipe: Recipe
+    config: HybridConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    micro_steps: int
+    estimate: budget.Budget
+    notes: tuple[str, ...]
+
+
+def resolve(recipe: Recipe, here: World) -> Resolved:
+    """Validates the recipe and the base checkpoint without reading weights; the same on every rank.
+
+    Raises:
+        UserError: what is wrong, in one line.
+    """
+    micro_steps = check(recipe, here.size)
+    checkpoint = Checkpoint.open(recipe.model.path)
+    try:
+        config = HybridConfig.from_pretrained(recipe.model.path)
+        backends(recipe.run.kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    checkpoint.check_against(config)
+    notes = []
+    dtype = recipe.model.dtype
+    if dtype == "auto":
+        dtype = str(checkpoint.dtype([f"{checkpoint.prefix}embeddings.weight"])).removeprefix("torch.")
+        if dtype == "float16":
+            dtype = "bfloat16"
+            notes.append("model.dtype: the checkpoint is float16, training is in bfloat16")
+    memory = device_memory_bytes(here)
+    common = {
+        "world_size": here.size,
+        "micro_tokens": recipe.data.micro_tokens,
+        "micro_steps": micro_steps,
+        "dtype": dtype,
+        "on_gpu": here.device.type == "cuda",
+    }
+    rounding = recipe.optim.rounding
+    if rounding == "auto":
+        rounding, reason = budget.choose_rounding(config, memory, recompute=recipe.train.keep != "all", **common)
+        notes.append(f"optim.rounding = {rounding}: {reason}")
+    keep = recipe.train.keep
+    if keep == "auto":
+        needs = budget.estimate(config, rounding=rounding, recompute=False, **common).peak
+        keep = "all" if needs <= memory else "inputs"
+        fits = "fits" if keep == "all" else "does not fit"
+        notes.append(f"train.keep = {keep}: keeping everything needs {needs / budget.GIB:.1f} GiB, which {fits}")
+    estimate = budget.estimate(config, rounding=rounding, recompute=keep == "inputs", **common)
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, dtype=dtype),
+        optim=replace(recipe.optim, rounding=rounding),
+        train=replace(recipe.train, keep=keep),
+        parallel=replace(recipe.parallel, expert_parallel="1"),
+    )
+    return Resolved(recipe, config, checkpoint, getattr(torch, dtype), micro_steps, estimate, tuple(notes))
+
+
+def device_memory_bytes(here: World) -> int:
+    """What one rank may use: its GPU, or its share of the host's memory."""
+    if here.device.type == "cuda":
+        return torch.cuda.get_device_properties(here.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here.size
+
+
+def execute(resolved: Resolved, here: World) -> Outcome:
+    """Trains as the recipe says and exports the result.
+
+    Raises:
+        UserError: bad data, a folder that is in use, too many skipped steps.
+    """
+    if here.device.type == "cuda":
+        torch.cuda.set_device(here.device)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    stop = StopFlag()
+    recipe = resolved.recipe
+    tokenizer = Tokenizer(recipe.model.path)
+    rows, stats = _rows(recipe, recipe.data.path, tokenizer)
+    eval_rows, eval_stats = (None, None) if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
+    plan = parallel.start(here.device, here.size)
+    try:
+        folder = Path(recipe.run.dir)
+        plan.on_rank_zero(lambda: _claim(folder, recipe))
+        lm = HybridLM(resolved.config, kernels=recipe.run.kernels, dtype=resolved.dtype, device="meta")
+        lm.source = resolved.checkpoint.folder
+        if recipe.run.export:
+            # What would stop the export is found before training, not after it.
+            plan.on_rank_zero(lambda: _check_export(lm, folder, recipe))
+        lm.set_recompute(recipe.train.keep == "inputs")
+        lm = plan.shard(lm)
+        loader = _loader(recipe, rows, plan)
+        steps = recipe.train.steps or loader.steps_in(recipe.train.epochs)
+        log = RunLog(folder, steps, recipe.run.log_every, plan.rank)
+        job = _job(resolved, plan, lm, loader, eval_rows, steps, log, stop)
+        _announce(resolved, here, job, stats, eval_stats)
+        load_weights(lm, resolved.checkpoint)
+        _warn_of_near_zero_rows(lm, tokenizer, log)
+        outcome = train(job)
+        kept = _export(job, folder, outcome) if recipe.run.export else None
+        _write_evidence(job, folder, outcome, kept, resolved)
+        log.close()
+        return outcome
+    finally:
+        plan.close()
+
+
+def _rows(recipe: Recipe, path: str, tokenizer: Tokenizer) -> tuple[Rows, PrepareStats]:
+    return prepare_jsonl(path, tokenizer, recipe.data.seq_len, recipe.train.seed)
+
+
+def _claim(folder: Path, recipe: Recipe) -> None:
+    """Makes the run folder and leaves the resolved recipe in it."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / "recipe.toml").is_file():
+            raise UserError(f"run.dir = {folder}: not empty and no run of ours; choose another folder")
+        if not recipe.run.replace:
+            raise UserError(f"run.dir = {folder}: holds an earlier run; choose another, or --run.replace True")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir = {folder}: cannot be made ({error.strerror})") from None
+    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+
+
+def _check_export(lm: HybridLM, folder: Path, recipe: Recipe) -> None:
+    plan_export(lm, folder / recipe.run.export, max_shard_size=recipe.run.max_shard_size)
+
+
+def _loader(recipe: Recipe, rows: Rows, plan: parallel.Alone) -> Loader:
+    return Loader(
+        rows,
+        recipe.train.step_tokens,
+        recipe.data.micro_tokens,
+        recipe.data.seq_len,
+        plan.rank,
+        plan.world_size,
+        recipe.train.seed,
+        plan.device,
+    )
+
+
+def _job(
+    resolved: Resolved,
+    plan: parallel.Alone,
+    lm: HybridLM,
+    loader: Loader,
+    eval_rows: Rows | None,
+    steps: int,
+    log: RunLog,
+    stop: StopFlag,
+) -> Job:
+    optim = resolved.recipe.optim
+    optimizer = Optimizer(
+        lm.named_parameters(),
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        clip_norm=optim.clip_norm,
+        rounding=optim.rounding,
+        seed=resolved.recipe.train.seed,
+    )
+    return Job(
+        recipe=resolved.recipe,
+        plan=plan,
+        lm=lm,
+        optimizer=optimizer,
+        loader=loader,
+        eval_rows=eval_rows,
+        steps=steps,
+        log=log,
+        stop=stop,
+        flops_per_token=flops_per_token(resolved.config, _mean_context(loader.rows)).training,
+        peak_flops=_peak_flops(plan.device),
+    )
+
+
+def _mean_context(rows: Rows) -> float:
+    """Keys that a query sees, averaged over the first rows: enough for a utilisation figure."""
+    lengths: list[int] = []
+    for i in range(min(len(rows), 64)):
+        starts = rows[i][2]
+        lengths += [int(n) for n in starts[1:] - starts[:-1]]
+    return mean_context(lengths)
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device).upper()
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def _announce(
+    resolved: Resolved, here: World, job: Job, stats: PrepareStats, eval_stats: PrepareStats | None
+) -> None:
+    for line in describe(resolved, here, job.steps):
+        job.log.say(line)
+    job.log.say(f"data    {stats.summary()}")
+    if eval_stats is not None:
+        job.log.say(f"eval    {eval_stats.summary()}")
+    job.log.event(
+        "start",
+        recipe=resolved.recipe.to_toml(),
+        recipe_sha256=resolved.recipe.sha256,
+        kernels=job.lm.kernels,
+        machine=machine_stamp(job.plan.device),
+        world_size=here.size,
+        data=stats.as_dict(),
+        eval=eval_stats and eval_stats.as_dict(),
+    )
+
+
+def describe(resolved: Resolved, here: World, steps: int | None) -> list[str]:
+    """Lines for a person: model, parallel plan, schedule, memory."""
+    recipe, counts = resolved.recipe, count_parameters(resolved.config)
+    optim, train_ = recipe.optim, recipe.train
+    files = len({entry.file for entry in resolved.checkpoint.entries.values()})
+    lines = [
+        f"model   {recipe.model.path}: {counts.total:,} parameters, {counts.active:,} active a token, "
+        f"{len(resolved.config.pattern)} layers {resolved.config.pattern}, {recipe.model.dtype}, {files} files",
+        f"plan    {here.size} rank{'s' if here.size > 1 else ''} on {here.device.type}, "
+        f"{resolved.micro_steps} micro-steps of {recipe.data.micro_tokens:,} tokens a rank = "
+        f"{train_.step_tokens:,} tokens a step, kernels: {', '.join(sorted(set(backends(recipe.run.kernels).values())))}",
+    ]
+    if steps is not None:
+        at = sorted({1, min(max(optim.warmup_steps, 1), steps), (steps + 1) // 2, steps})
+        rates = (
+            f"{n}: {schedule(n, lr=optim.lr, min_lr_ratio=optim.min_lr_ratio, warmup_steps=optim.warmup_steps, steps=steps):.2e}"
+            for n in at
+        )
+        lines.append(f"steps   {steps:,}; learning rate by step " + ", ".join(rates))
+    lines += [f"auto    {note}" for note in resolved.notes]
+    lines.append(
+        f"memory  {resolved.estimate.peak / budget.GIB:.2f} GiB a rank estimated at the most "
+        f"({resolved.estimate.peak_phase}), {device_memory_bytes(here) / budget.GIB:.1f} GiB there"
+    )
+    return lines
+
+
+def dry_run(resolved: Resolved, here: World) -> str:
+    """Everything that a run would do before its first step, in text; trains nothing and writes nothing."""
+    recipe = resolved.recipe
+    tokenizer = Tokenizer(recipe.model.path)
+    rows, stats = _rows(recipe, recipe.data.path, tokenizer)
+    steps = recipe.train.steps or _loader(recipe, rows, parallel.Alone(torch.device("cpu"))).steps_in(recipe.train.epochs)
+    lines = [recipe.to_toml(), *describe(resolved, here, steps), f"data    {stats.summary()}"]
+    if recipe.data.eval is not None:
+        lines.append(f"eval    {_rows(recipe, recipe.data.eval, tokenizer)[1].summary()}")
+    lines.append("memory by part and phase, bytes a rank:")
+    lines += [f"  {kind:<6} {name:<34} {size:>18,}" for kind, name, size in resolved.estimate.rows()]
+    return "\n".join(lines)
+
+
+def _warn_of_near_zero_rows(lm: HybridLM, tokenizer: Tokenizer, log: RunLog) -> None:
+    ids = near_zero_rows(lm)
+    if not ids:
+        return
+    shown = ", ".join(f"{i} {tokenizer.decode([i])!r}" for i in ids[:8])
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    log.event(
+        "warning",
+        f"warning: {len(ids)} embedding rows are near zero, as of tokens that the base model never saw: {shown}{more}; "
+        "a norm layer divides them by nearly nothing, so their gradients may be huge",
+        near_zero_rows=ids,
+    )
+
+
+def _export(job: Job, folder: Path, outcome: Outcome) -> float | None:
+    """Writes the model; returns the share of the update that reached the files, None where nothing moved."""
+    recipe = job.recipe
+    name = recipe.run.export if outcome.stopped_by is None else f"stopped_step_{outcome.steps:08d}"
+    values = TrainedValues(job.lm, job.optimizer)
+    save_pretrained(job.lm, folder / name, max_shard_size=recipe.run.max_shard_size, value=values)
+    projected, whole = job.plan.sum_over_ranks(values.sums).tolist()
+    kept = projected / whole if whole else None
+    share = "nothing moved" if kept is None else f"{kept:.2%} of the update reached the files"
+    job.log.event("export", f"exported {folder / name}: {share}", folder=name, update_kept=kept)
+    return kept
+
+
+def _write_evidence(job: Job, folder: Path, outcome: Outcome, kept: float | None, resolved: Resolved) -> None:
+    """`evidence.json`: what the run did, by the run itself."""
+    if job.plan.rank != 0:
+        return
+    evidence: dict[str, Any] = {
+        "recipe_sha256": resolved.recipe.sha256,
+        "base": str(resolved.checkpoint.folder),
+        "steps": outcome.steps,
+        "applied_steps": outcome.applied,
+        "tokens": outcome.tokens,
+        "supervised_tokens": outcome.supervised_tokens,
+        "training_seconds": outcome.seconds,
+        "stopped_by": outcome.stopped_by,
+        "eval_loss_before": outcome.first_eval_loss,
+        "eval_loss_after": outcome.last_eval_loss,
+        "update_kept_in_export": kept,
+        "peak_memory_bytes_of_rank_0": peak_memory_bytes(job.plan.device),
+        "world_size": job.plan.world_size,
+        "machine": machine_stamp(job.plan.device),
+    }
+    (folder / "evidence.json").write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
