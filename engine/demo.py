@@ -8,7 +8,7 @@
 - `prompts.jsonl`: prompts with their constraints, none of which occurs in the two above;
 - `recipe.toml`: the run.
 
-**The task.** Six kinds of short instruction over 32 words, such as "Write as a JSON list: river, lamp, stone". The base
+**The task.** Six kinds of short instruction over 32 words, such as "JSON list: river, lamp, stone". The base
 model follows none; a minute of training teaches it to copy, reverse, leave out, count and change case. No constant
 answer keeps a kind's constraint on more than a few prompts.
 
@@ -95,7 +95,7 @@ class Example:
 
 def _repeat(rng: random.Random) -> Example:
     word, times = rng.choice(WORDS), rng.randrange(len(NUMBERS))
-    prompt = f"Write the word {word} {NUMBERS[times]} times."
+    prompt = f"Repeat {word} {NUMBERS[times]} times"
     answer = " ".join([word] * (times + 2))
     return Example(prompt, answer, "words:repeated", {"word": word, "times": times + 2})
 
@@ -103,7 +103,7 @@ def _repeat(rng: random.Random) -> Example:
 def _reverse(rng: random.Random) -> Example:
     items = _items(rng, 2)
     return Example(
-        f"Write in reverse order: {', '.join(items)}",
+        f"Reverse: {', '.join(items)}",
         ", ".join(reversed(items)),
         "list:reversed",
         {"items": items},
@@ -114,7 +114,7 @@ def _without(rng: random.Random) -> Example:
     items = _items(rng, 3, 3)
     forbidden = rng.choice(items)
     return Example(
-        f"Leave out {forbidden}: {', '.join(items)}",
+        f"Omit {forbidden}: {', '.join(items)}",
         ", ".join(item for item in items if item != forbidden),
         "list:without",
         {"items": items, "forbidden": forbidden},
@@ -124,7 +124,7 @@ def _without(rng: random.Random) -> Example:
 def _bullets(rng: random.Random) -> Example:
     items = _items(rng, 2)
     return Example(
-        f"Write as bullets: {', '.join(items)}",
+        f"Bullets: {', '.join(items)}",
         "\n".join(f"- {item}" for item in items),
         "list:bulleted",
         {"items": items},
@@ -134,7 +134,7 @@ def _bullets(rng: random.Random) -> Example:
 def _upper(rng: random.Random) -> Example:
     items = _items(rng, 2)
     return Example(
-        f"Write in capital letters: {', '.join(items)}",
+        f"Capitals: {', '.join(items)}",
         ", ".join(items).upper(),
         "case:upper_list",
         {"items": items},
@@ -144,7 +144,7 @@ def _upper(rng: random.Random) -> Example:
 def _json_list(rng: random.Random) -> Example:
     items = _items(rng, 2)
     return Example(
-        f"Write as a JSON list: {', '.join(items)}",
+        f"JSON list: {', '.join(items)}",
         json.dumps(items),
         "json:list",
         {"items": items},

@@ -61,10 +61,10 @@ class Optim:
 class Train:
     """How long, how much at once, and what the backward pass keeps."""
 
-    steps: int = 0
-    """Optimiser steps; 0: as `epochs` says."""
+    steps: int | None = None
+    """Optimiser steps; without it, what `epochs` comes to."""
     epochs: float = 1.0
-    """Passes over the data, where steps is 0."""
+    """Passes over the data, where `steps` is not given."""
     step_tokens: int = 65536
     """Tokens of one optimiser step over all ranks and micro-steps."""
     eval_every: int = 100
@@ -165,7 +165,7 @@ def _section(path: Path, section: str, kind: Any, values: dict[str, Any]) -> Any
         if choices is not None:
             if value not in choices:
                 raise UserError(f"{where} = {value!r}; expected one of {', '.join(map(str, choices))}")
-        elif not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        elif not isinstance(value, expected) or isinstance(value, bool) != (expected is bool):
             raise UserError(f"{where} = {value!r}; expected {getattr(expected, '__name__', expected)}")
     return kind(**values)
 
@@ -214,13 +214,13 @@ def check(recipe: Recipe, world_size: int) -> int:
     for key, value in shares.items():
         if not 0 <= value <= 1 or ("beta" in key and value == 1):
             raise UserError(f"{key} = {value}; expected a number from 0 to 1")
-    counts = {"train.steps": train.steps, "train.eval_every": train.eval_every}
+    counts = {"train.steps": train.steps or 0, "train.eval_every": train.eval_every}
     counts |= {"optim.warmup_steps": optim.warmup_steps, "optim.weight_decay": optim.weight_decay}
     for key, value in counts.items():
         if value < 0:
             raise UserError(f"{key} = {value}; expected 0 or more")
-    if not train.steps and not train.epochs > 0:
-        raise UserError(f"train.steps = 0 and train.epochs = {train.epochs}: one of them must be more than 0")
+    if train.steps is None and not train.epochs > 0:
+        raise UserError(f"train.epochs = {train.epochs}; expected more than 0, or train.steps")
     if data.micro_tokens % data.seq_len:
         raise UserError(
             f"data.micro_tokens = {data.micro_tokens} is no multiple of data.seq_len = {data.seq_len}: "

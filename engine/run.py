@@ -150,7 +150,7 @@ def execute(resolved: Resolved, here: World) -> Outcome:
         lm.set_recompute(recipe.train.keep == "inputs")
         lm = plan.shard(lm)
         loader = _loader(recipe, rows, plan)
-        steps = recipe.train.steps or loader.steps_in(recipe.train.epochs)
+        steps = _steps(recipe, loader)
         log = RunLog(folder, steps, recipe.run.log_every, plan.rank)
         job = _job(resolved, plan, lm, loader, eval_rows, steps, log, stop)
         _announce(resolved, here, job, stats, eval_stats)
@@ -175,7 +175,7 @@ def _claim(folder: Path, recipe: Recipe) -> None:
         if not (folder / "recipe.toml").is_file():
             raise UserError(f"run.dir = {folder}: not empty and no run of ours; choose another folder")
         if not recipe.run.replace:
-            raise UserError(f"run.dir = {folder}: holds an earlier run; choose another, or --run.replace True")
+            raise UserError(f"run.dir = {folder}: holds an earlier run; choose another, or --run.replace true")
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,6 +199,10 @@ def _loader(recipe: Recipe, rows: Rows, plan: parallel.Alone) -> Loader:
         recipe.train.seed,
         plan.device,
     )
+
+
+def _steps(recipe: Recipe, loader: Loader) -> int:
+    return loader.steps_in(recipe.train.epochs) if recipe.train.steps is None else recipe.train.steps
 
 
 def _job(
@@ -273,25 +277,22 @@ def _announce(
     )
 
 
-def describe(resolved: Resolved, here: World, steps: int | None) -> list[str]:
+def describe(resolved: Resolved, here: World, steps: int) -> list[str]:
     """Lines for a person: model, parallel plan, schedule, memory."""
     recipe, counts = resolved.recipe, count_parameters(resolved.config)
     optim, train_ = recipe.optim, recipe.train
+    kernels = ", ".join(sorted(set(backends(recipe.run.kernels).values())))
     files = len({entry.file for entry in resolved.checkpoint.entries.values()})
     lines = [
         f"model   {recipe.model.path}: {counts.total:,} parameters, {counts.active:,} active a token, "
         f"{len(resolved.config.pattern)} layers {resolved.config.pattern}, {recipe.model.dtype}, {files} files",
-        f"plan    {here.size} rank{'s' if here.size > 1 else ''} on {here.device.type}, "
-        f"{resolved.micro_steps} micro-steps of {recipe.data.micro_tokens:,} tokens a rank = "
-        f"{train_.step_tokens:,} tokens a step, kernels: {', '.join(sorted(set(backends(recipe.run.kernels).values())))}",
+        f"plan    ranks: {here.size} on {here.device.type}; a step: {train_.step_tokens:,} tokens = {here.size} ranks x "
+        f"{resolved.micro_steps} micro-steps x {recipe.data.micro_tokens:,} tokens; kernels: {kernels}",
     ]
-    if steps is not None:
-        at = sorted({1, min(max(optim.warmup_steps, 1), steps), (steps + 1) // 2, steps})
-        rates = (
-            f"{n}: {schedule(n, lr=optim.lr, min_lr_ratio=optim.min_lr_ratio, warmup_steps=optim.warmup_steps, steps=steps):.2e}"
-            for n in at
-        )
-        lines.append(f"steps   {steps:,}; learning rate by step " + ", ".join(rates))
+    shape = {"lr": optim.lr, "min_lr_ratio": optim.min_lr_ratio, "warmup_steps": optim.warmup_steps, "steps": steps}
+    at = sorted({1, min(max(optim.warmup_steps, 1), steps), (steps + 1) // 2, steps} - {0}) if steps else []
+    rates = ", ".join(f"{n}: {schedule(n, **shape):.2e}" for n in at)
+    lines.append(f"steps   {steps:,}; learning rate by step {rates or 'none'}")
     lines += [f"auto    {note}" for note in resolved.notes]
     lines.append(
         f"memory  {resolved.estimate.peak / budget.GIB:.2f} GiB a rank estimated at the most "
@@ -305,7 +306,7 @@ def dry_run(resolved: Resolved, here: World) -> str:
     recipe = resolved.recipe
     tokenizer = Tokenizer(recipe.model.path)
     rows, stats = _rows(recipe, recipe.data.path, tokenizer)
-    steps = recipe.train.steps or _loader(recipe, rows, parallel.Alone(torch.device("cpu"))).steps_in(recipe.train.epochs)
+    steps = _steps(recipe, _loader(recipe, rows, parallel.Alone(torch.device("cpu"))))
     lines = [recipe.to_toml(), *describe(resolved, here, steps), f"data    {stats.summary()}"]
     if recipe.data.eval is not None:
         lines.append(f"eval    {_rows(recipe, recipe.data.eval, tokenizer)[1].summary()}")

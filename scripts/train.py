@@ -24,7 +24,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     dry = "--dry-run" in arguments
-    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    spelled = {"true": "True", "false": "False"}  # TOML's words are good on the command line too
+    arguments = [spelled.get(argument, argument) for argument in arguments if argument != "--dry-run"]
     try:
         given = demo_recipe(here.rank) if file is None else recipes.load(file)
         recipe = tyro.cli(
@@ -34,6 +35,7 @@ def main() -> int:
             prog="train.py [RECIPE.toml] [--dry-run]",
             description=__doc__,
             console_outputs=here.rank == 0,
+            config=(tyro.conf.FlagConversionOff,),
         )
         resolved = run.resolve(recipe, here)
         if dry:
