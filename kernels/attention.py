@@ -58,9 +58,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of x by index, (s, l, ...); any row stands in for padding, whose results nobody reads."""
-    index = tokens.clamp(max=x.shape[0] - 1)
-    return x.index_select(0, index.flatten()).unflatten(0, tuple(tokens.shape))
+    """Rows of x by index: (s, l, ...)."""
+    return x.index_select(0, tokens.flatten()).unflatten(0, tuple(tokens.shape))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,19 +13,24 @@ import torch
 
 
 @dataclass(frozen=True)
-class ChunkTable:
-    """The row cut into chunks of Q tokens that start anew with each document (C chunks in all).
+class Block:
+    """Consecutive chunks that are worked on together; a chunk is Q tokens of one document, its last one perhaps fewer.
 
     Attributes:
-        tokens: (C, Q) int64, index of each token; T where a document's last chunk has none.
-        slots: (T,) int64, the place of each token in the flattened table.
-        waves: for j = 1, 2, ...: int64 indices of the chunks that are number j of their document. The
-            chunk before is the index minus one.
+        rows: the tokens of the row that the block holds.
+        chunks: n, number of chunks.
+        slots: int64, the place of each of those tokens among the n*Q slots; None where every slot has a token.
+        followers: numbers of the chunks whose predecessor in the document is the chunk before, in this block.
+        enters: whether the block's first chunk continues the last chunk of the block before.
+        leaves: whether the block's last chunk is continued by the next block.
     """
 
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    waves: tuple[torch.Tensor, ...]
+    rows: slice
+    chunks: int
+    slots: torch.Tensor | None
+    followers: tuple[int, ...]
+    enters: bool
+    leaves: bool
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Bucket:
     """Documents of similar length, padded behind their end to the longest of them.
 
     Attributes:
-        tokens: (s, l) int64, index of each token; T behind a document's end.
+        tokens: (s, l) int64, index of each token; a document's last one stands in for its padding, so that
+            even a NaN cannot reach another document.
         slots: (t,) int64, places of the real tokens in the flattened table.
         rows: (t,) int64, the tokens that stand there.
     """
@@ -119,9 +125,9 @@ class Packed:
 
         return self._table(("crossings", back), make)
 
-    def chunks(self, size: int) -> ChunkTable:
-        """The row cut into chunks of `size` tokens, aligned to document starts."""
-        return self._table(("chunks", size), lambda: self._make_chunks(size))
+    def blocks(self, size: int, most: int) -> tuple[Block, ...]:
+        """The row cut into chunks of `size` tokens that begin anew with each document, `most` chunks a block."""
+        return self._table(("blocks", size, most), lambda: self._make_blocks(size, most))
 
     def buckets(self) -> tuple[Bucket, ...]:
         """All documents, grouped by the power of two that bounds their length."""
@@ -134,19 +140,28 @@ class Packed:
             "from_buckets", lambda: torch.argsort(torch.cat([b.rows for b in self.buckets()]))
         )
 
-    def _make_chunks(self, size: int) -> ChunkTable:
+    def _make_blocks(self, size: int, most: int) -> tuple[Block, ...]:
         counts = [-(-n // size) for n in self.lengths]
-        tokens = np.full((sum(counts), size), self.num_tokens, dtype=np.int64)
-        flat, slots, numbers = tokens.reshape(-1), [], []
-        first = 0
-        for start, length, count in zip(self._starts(), self.lengths, counts, strict=False):
-            flat[first * size : first * size + length] = np.arange(start, start + length)
-            slots.append(np.arange(first * size, first * size + length))
-            numbers.append(np.arange(count))
-            first += count
-        number = np.concatenate(numbers)
-        waves = tuple(self._on_device(np.flatnonzero(number == j)) for j in range(1, max(counts)))
-        return ChunkTable(self._on_device(tokens), self._on_device(np.concatenate(slots)), waves)
+        number = np.concatenate([np.arange(n) for n in counts])  # of each chunk in its document
+        filled = np.full(len(number), size)
+        filled[np.cumsum(counts) - 1] = np.asarray(self.lengths) - (np.asarray(counts) - 1) * size
+        starts = np.concatenate([[0], np.cumsum(filled)])
+        blocks = []
+        for first in range(0, len(number), most):
+            last = min(first + most, len(number))
+            slots = np.flatnonzero(np.arange(size) < filled[first:last, None])
+            is_full = len(slots) == (last - first) * size
+            blocks.append(
+                Block(
+                    slice(int(starts[first]), int(starts[last])),
+                    last - first,
+                    None if is_full else self._on_device(slots),
+                    tuple(int(i) for i in np.flatnonzero(number[first:last]) if i > 0),
+                    bool(number[first]),
+                    last < len(number) and bool(number[last]),
+                )
+            )
+        return tuple(blocks)
 
     def _make_buckets(self) -> tuple[Bucket, ...]:
         starts = self._starts()
@@ -156,10 +171,10 @@ class Packed:
         buckets = []
         for _, documents in sorted(groups.items()):
             longest = max(self.lengths[d] for d in documents)
-            tokens = np.full((len(documents), longest), self.num_tokens, dtype=np.int64)
-            for row, d in enumerate(documents):
-                tokens[row, : self.lengths[d]] = np.arange(starts[d], starts[d + 1])
-            slots = np.flatnonzero(tokens.reshape(-1) < self.num_tokens)
+            place = np.arange(longest)
+            lengths = np.array([self.lengths[d] for d in documents])[:, None]
+            tokens = starts[documents][:, None] + np.minimum(place, lengths - 1)
+            slots = np.flatnonzero(place < lengths)
             rows = tokens.reshape(-1)[slots]
             buckets.append(
                 Bucket(self._on_device(tokens), self._on_device(slots), self._on_device(rows))

@@ -5,137 +5,183 @@ Math (letters of `model/config.py`; `ref.py` has the recurrence): with s[i] the 
 2. what a chunk adds to the state: sum_j exp(s[Q-1] - s[j]) b[j] outer dt[j] x[j];
 3. from chunk to chunk of a document: enter[k] = exp(s_{k-1}[Q-1]) enter[k-1] + added[k-1], enter of the first being 0;
 4. what a chunk reads of it: y[i] += exp(s[i]) c[i] . enter.
-Chunks begin anew with each document (`Packed.chunks`), so nothing can cross a boundary, and a document's result does
-not depend on where it lies in the row.
+Backward, with m[i,j] = (c[i] . b[j]) exp(s[i] - s[j]) of step 1 and dm[i,j] = dy[i] . dt[j] x[j]: each product's two
+gradients, and ds[i] = sum_j (dm*m)[i,j] - sum_j (dm*m)[j,i] + what the exponentials of steps 2 to 4 give; the gradient
+of dt*a is the sum of ds over the rest of the chunk.
+Chunks begin anew with each document (`Packed.blocks`), so nothing can cross a boundary. They are worked on in blocks
+whose temporaries fit a core's cache; a document's results depend on where it lies in the row by rounding at most.
 
-Shapes inside: (C, G, Q, ...) with the H/G heads of a group beside each other in the last dimensions.
-Dtypes: arithmetic in float32; y in x's dtype. Source: Dao and Gu 2024, section 6.
+Shapes inside a block of n chunks: (n, G, R, Q, P) and (n, G, Q, R, P) with R = H/G heads in a group.
+Dtypes: arithmetic in float32; s, its differences and its gradient in float64, because they cancel; y in x's dtype.
+Memory: saved are the inputs and the states that enter the chunks, (C, G, N, R, P) float32; the rest is computed again.
+Source: Dao and Gu 2024, section 6.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hymoe.kernels.launch import arithmetic_dtype, check_shape
-from hymoe.kernels.packed import Packed
+from hymoe.kernels.packed import Block, Packed
+
+CPU_CHUNK = 64  # tokens: half the work inside of a chunk of 128, twice the states
+CPU_BLOCK_BYTES = 1 << 20  # of one float32 (H, Q, Q) temporary: a few of them stay in a core's L2
 
 
-class _PassStates(torch.autograd.Function):
-    """Step 3: the state that enters each chunk, from what each adds and how much each lets through."""
+@dataclass
+class _Chunks:
+    """The inputs of a block as the products want them; unused slots are zeros."""
+
+    x: Tensor  # (n, Q, G, R, P)
+    step: Tensor  # (n, Q, G, R)
+    s: Tensor  # (n, Q, G, R) float64
+    b: Tensor  # (n, G, Q, N)
+    c: Tensor  # (n, G, Q, N)
+    decay: Tensor  # (n, G, R, Q, Q), exp(s[i] - s[j]) for j <= i, else 0
+    scores: Tensor  # (n, G, Q, Q), c . b
+    from_start: Tensor  # (n, Q, G, R, 1), exp(s[i])
+    to_end: Tensor  # (n, Q, G, R, 1), exp(s[Q-1] - s[j])
+    through: Tensor  # (n, G, 1, R, 1), exp(s[Q-1])
+
+    @property
+    def xdt(self) -> Tensor:
+        """(n, G, R, Q, P) contiguous."""
+        return _contiguous_product(
+            self.x.permute(0, 2, 3, 1, 4), self.step.permute(0, 2, 3, 1)[..., None]
+        )
+
+    @property
+    def kept(self) -> Tensor:
+        """(n, G, Q, R*P) contiguous: dt x as it stands at the chunk's end."""
+        weight = self.to_end * self.step[..., None]
+        return _contiguous_product(self.x.transpose(1, 2), weight.transpose(1, 2)).flatten(3)
+
+
+def _contiguous_product(left: Tensor, right: Tensor) -> Tensor:
+    """left * right, broadcast to left's shape and laid out in its order of dimensions."""
+    out = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+    return torch.mul(left, right, out=out)
+
+
+def _load(block: Block, size: int, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> _Chunks:
+    groups = b.shape[1]
+    split = lambda t: t.unflatten(2, (groups, -1))  # noqa: E731  (n, Q, H, ...) -> (n, Q, G, R, ...)
+    cut = lambda t: _into_slots(t, block, size, step.dtype)  # noqa: E731
+    s = split(_into_slots(rate, block, size, torch.float64).cumsum(1))
+    by_head = s.permute(0, 2, 3, 1)  # (n, G, R, Q)
+    # exp of all differences, then zeros above the diagonal, where it may have become infinite.
+    decay = (by_head[..., :, None] - by_head[..., None, :]).to(step.dtype).exp_().tril_()
+    b, c = (cut(t).transpose(1, 2) for t in (b, c))
+    last = s[:, -1:]
+    wide = lambda t: torch.exp(t).to(step.dtype)[..., None]  # noqa: E731
+    return _Chunks(
+        x=split(cut(x)),
+        step=split(cut(step)),
+        s=s,
+        b=b,
+        c=c,
+        decay=decay,
+        scores=c @ b.transpose(2, 3),
+        from_start=wide(s),
+        to_end=wide(last - s),
+        through=wide(last).transpose(1, 2),
+    )
+
+
+def _into_slots(x: Tensor, block: Block, size: int, dtype: torch.dtype) -> Tensor:
+    """Rows of the block, (t, ...) -> (n, Q, ...), zeros where a chunk has no token."""
+    rows = x[block.rows].to(dtype)
+    if block.slots is not None:
+        empty = rows.new_zeros(block.chunks * size, *rows.shape[1:])
+        rows = empty.index_copy_(0, block.slots, rows)
+    return rows.unflatten(0, (block.chunks, size))
+
+
+def _from_slots(out: Tensor, block: Block, slots: Tensor) -> None:
+    """Writes (n, Q, ...) to the block's rows of `out`, (T, ...), in its dtype."""
+    rows = slots.flatten(0, 1)
+    if block.slots is not None:
+        rows = rows.index_select(0, block.slots)
+    out[block.rows] = rows.view(out[block.rows].shape)
+
+
+def _pass_on(
+    added: Tensor, through: Tensor, block: Block, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Step 3: the states that enter each chunk, (n, G, N, R, P), and the one that leaves the block."""
+    enter = torch.zeros_like(added)
+    if block.enters:
+        enter[0] = state
+    for k in block.followers:
+        torch.addcmul(added[k - 1], through[k - 1], enter[k - 1], out=enter[k])
+    return enter, torch.addcmul(added[-1], through[-1], enter[-1]) if block.leaves else None
+
+
+def _pass_back(
+    denter: Tensor, through: Tensor, block: Block, dstate: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of what each chunk adds, and of the state that entered the block; spoils `denter`."""
+    dadded = torch.zeros_like(denter)
+    if block.leaves:
+        dadded[-1] = dstate
+        denter[-1].addcmul_(through[-1], dadded[-1])
+    for k in reversed(block.followers):
+        dadded[k - 1] = denter[k]
+        denter[k - 1].addcmul_(through[k - 1], dadded[k - 1])
+    return dadded, denter[0] if block.enters else None
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        b: Tensor,
+        c: Tensor,
+        skip: Tensor,
+        blocks: tuple[Block, ...],
+        size: int,
+    ) -> Tensor:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        entered, state = [], None
+        weight = skip.view(b.shape[1], -1, 1)  # (G, R, 1)
+        for block in blocks:
+            k = _load(block, size, x, step, rate, b, c)
+            inside = (k.scores[:, :, None] * k.decay) @ k.xdt  # (n, G, R, Q, P)
+            split = (weight.shape[1], x.shape[2])
+            added = (k.b.transpose(2, 3) @ k.kept).unflatten(3, split)  # (n, G, N, R, P)
+            enter, state = _pass_on(added, k.through, block, state)
+            read = (k.c @ enter.flatten(3)).unflatten(3, split).transpose(1, 2)  # (n, Q, G, R, P)
+            out = torch.addcmul(inside.permute(0, 3, 1, 2, 4), read, k.from_start)
+            _from_slots(y, block, out.addcmul_(k.x, weight))
+            entered.append(enter)
+        ctx.save_for_backward(x, step, rate, b, c, skip, *entered)
+        ctx.blocks, ctx.size = blocks, size
+        return y
 
     @staticmethod
-    def forward(ctx, added: Tensor, through: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
-        # added (C, G, N, H/G, P), through (C, G, 1, H/G, 1) -> enter like added
-        enter = torch.zeros_like(added)
-        for now in waves:
-            before = now - 1
-            enter[now] = torch.addcmul(added[before], through[before], enter[before])
-        ctx.save_for_backward(through, enter)
-        ctx.waves = waves
-        return enter
-
-    @staticmethod
-    def backward(ctx, denter: Tensor):
-        through, enter = ctx.saved_tensors
-        denter = denter.clone()
-        dadded = torch.zeros_like(denter)
-        dthrough = torch.zeros_like(through)
-        for now in reversed(ctx.waves):
-            before = now - 1
-            flow = denter[now]
-            dadded[before] = flow
-            dthrough[before] = (flow * enter[before]).sum((2, 4), keepdim=True)
-            denter[before] += flow * through[before]
-        return dadded, dthrough, None
-
-
-def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    a_log: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    packed: Packed,
-    chunk_size: int = 128,
-) -> Tensor:
-    """Selective state-space scan along each document.
-
-    Args:
-        x: (T, H, P) inputs of the heads.
-        dt: (T, H) raw time steps, before bias and softplus.
-        a_log: (H,) log of the decay rate.
-        b: (T, G, N) input projections; a group serves H/G heads.
-        c: (T, G, N) output projections.
-        skip: (H,) weight of x in the output (`D` of the checkpoint).
-        dt_bias: (H,) added to dt.
-        dt_limit: lowest and highest time step after softplus.
-        packed: boundaries of the documents in the T tokens.
-        chunk_size: Q at most; a row of short documents uses shorter chunks, which changes rounding only.
-
-    Returns:
-        y: (T, H, P) in x's dtype.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    tokens, heads, width = x.shape
-    groups, states = b.shape[1:]
-    check_shape("ssd_scan x", x, (packed.num_tokens, None, None))
-    check_shape("ssd_scan dt", dt, (tokens, heads))
-    check_shape("ssd_scan b", b, (tokens, None, None))
-    check_shape("ssd_scan c", c, tuple(b.shape))
-    for name, vector in (("a_log", a_log), ("skip", skip), ("dt_bias", dt_bias)):
-        check_shape(f"ssd_scan {name}", vector, (heads,))
-    if heads % groups:
-        raise ValueError(f"ssd_scan: {heads} heads do not divide by {groups} groups")
-
-    wide = arithmetic_dtype(x)
-    size = min(chunk_size, max(16, 1 << (packed.max_len - 1).bit_length()))
-    table = packed.chunks(size)
-    x_wide = x.to(wide)
-    step = functional.softplus(dt.to(wide) + dt_bias.to(wide)).clamp(*dt_limit)  # (T, H)
-    rate = step * -torch.exp(a_log.to(wide))
-    split = (groups, heads // groups)
-    # One row of zeros behind the last token fills the chunks that a document ends in.
-    xdt = _into_chunks(x_wide * step[..., None], table.tokens).unflatten(
-        2, split
-    )  # (C, Q, G, H/G, P)
-    s = _into_chunks(rate, table.tokens).cumsum(1).unflatten(2, split)  # (C, Q, G, H/G)
-    b_chunks, c_chunks = (
-        _into_chunks(t.to(wide), table.tokens).transpose(1, 2) for t in (b, c)
-    )  # (C, G, Q, N)
-
-    inside = _inside_chunks(xdt, s, b_chunks, c_chunks)  # (C, G, H/G, Q, P)
-    last = s[:, -1:]  # (C, 1, G, H/G)
-    kept = (xdt * torch.exp(last - s)[..., None]).transpose(1, 2)  # (C, G, Q, H/G, P)
-    added = (b_chunks.transpose(2, 3) @ kept.flatten(3)).unflatten(
-        3, (heads // groups, width)
-    )  # (C, G, N, H/G, P)
-    through = torch.exp(last).transpose(1, 2)[..., None]  # (C, G, 1, H/G, 1)
-    enter = _PassStates.apply(added, through, table.waves)
-    read = (c_chunks @ enter.flatten(3)).unflatten(3, (heads // groups, width))  # (C, G, Q, H/G, P)
-    outside = read * torch.exp(s).transpose(1, 2)[..., None]
-
-    y = (inside.transpose(2, 3) + outside).transpose(1, 2)  # (C, Q, G, H/G, P)
-    y = y.reshape(-1, heads, width).index_select(0, table.slots)  # (T, H, P)
-    return (y + skip.to(wide)[:, None] * x_wide).to(x.dtype)
-
-
-def _into_chunks(x: Tensor, tokens: Tensor) -> Tensor:
-    """(T, ...) -> (C, Q, ...), zeros where a chunk has no token."""
-    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    return padded.index_select(0, tokens.flatten()).unflatten(0, tuple(tokens.shape))
-
-
-def _inside_chunks(xdt: Tensor, s: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Step 1: (C, Q, G, H/G, P) inputs -> (C, G, H/G, Q, P)."""
-    scores = c @ b.transpose(2, 3)  # (C, G, Q, Q): once a group
-    cum = s.permute(0, 2, 3, 1)  # (C, G, H/G, Q)
-    size = cum.shape[-1]
-    future = torch.ones(size, size, dtype=torch.bool, device=s.device).triu(1)
-    # exp of a masked difference, not a masked exp: the difference grows without bound above the diagonal.
-    decay = torch.exp((cum[..., :, None] - cum[..., None, :]).masked_fill_(future, float("-inf")))
-    return (scores[:, :, None] * decay) @ xdt.permute(0, 2, 3, 1, 4)
+    def backward(ctx, dy: Tensor):
+        x, step, rate, b, c, skip, *entered = ctx.saved_tensors
+        dx, db, dc = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, b, c))
+        dstep, drate = torch.empty_like(step), torch.empty_like(rate)
+        dskip, dstate = torch.zeros_like(skip), None
+        for block, enter in zip(reversed(ctx.blocks), reversed(entered), strict=True):
+            k = _load(block, ctx.size, x, step, rate, b, c)
+            dy_slots = _into_slots(dy, block, ctx.size, step.dtype).view(k.x.shape)
+            grads = _Gradients(k, dy_slots, skip.view(b.shape[1], -1, 1))
+            dstate = grads.through_states(enter, block, dstate)
+            grads.inside()
+            for out, slots in (
+                (dx, grads.dx),
+                (dstep, grads.dstep),
+                (drate, grads.drate()),
+                (db, grads.db.transpose(1, 2)),
+                (dc, grads.dc.transpose(1, 2)),
+            ):
+                _from_slots(out, block, slots)
+            dskip += (dy_slots * k.x).sum((0, 1, 4)).flatten()
+        return dx, dstep, drate, db, dc, dskip, None, None
