@@ -220,10 +220,12 @@ def near_zero_rows(source: nn.Module | Checkpoint) -> list[int]:
         name = f"{source.prefix}embeddings.weight"
         count, width = source.entries[name].shape
         step = max(1, SLICE_BYTES // (4 * width))
-        parts = [
-            _norms(source.read(name, at, min(at + step, count))) for at in range(0, count, step)
-        ]
-        norms = torch.cat(parts)
+        norms = torch.empty(count)
+        rows = source.read(name, 0, min(step, count))
+        for at in range(0, count, step):
+            part = rows[: count - at]
+            source.read_into(name, part, at)
+            norms[at : at + step] = _norms(part)
     else:
         weight = source.embeddings.weight
         norms = _norms(local_rows("embeddings.weight", weight).local)
@@ -238,7 +240,15 @@ def near_zero_rows(source: nn.Module | Checkpoint) -> list[int]:
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
-    """Norm of each row: (rows, D) any dtype -> (rows,) float32, in slices."""
+    """Norm of each row: (rows, D) any dtype -> (rows,) float32.
+
+    One buffer serves all slices: new ones each time would lie between the results and never go back to the system.
+    """
+    norms = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     step = max(1, SLICE_BYTES // (4 * rows.shape[1]))
-    parts = [part.float().norm(dim=1) for part in rows.split(step)]
-    return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
+    buffer = norms.new_empty(min(step, len(rows)), rows.shape[1])
+    for at in range(0, len(rows), step):
+        part = rows[at : at + step]
+        floats = buffer[: len(part)].copy_(part)
+        torch.linalg.vector_norm(floats, dim=1, out=norms[at : at + step])
+    return norms

@@ -27,7 +27,7 @@ from hymoe.model.names import Spec, tensor_specs
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SLICE_BYTES = 8 << 20  # what passes through memory at a time; 8 MiB already reads at disk speed
+SLICE_BYTES = 4 << 20  # what passes through memory at a time where a dtype or device is changed
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit; 42,000 tensors need 6 MB
 PREFIXES = ("backbone.", "model.")
 PASSED_THROUGH = ("mtp.",)  # unexpected, but known: not trained, exported as it came

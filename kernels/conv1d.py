@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape
+from hymoe.kernels.launch import arithmetic_dtype, check_shape, row_tiles
 from hymoe.kernels.packed import Packed
 
 
@@ -33,55 +33,65 @@ class _CausalConv1d(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.packed = packed
-        return functional.silu(_convolve(x, weight, bias, packed)).to(x.dtype)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for rows in row_tiles(x):
+            y[rows] = functional.silu(_convolve(x, weight, bias, packed, rows), inplace=True)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, weight, bias = ctx.saved_tensors
-        pre = _convolve(x, weight, bias, ctx.packed)
-        s = torch.sigmoid(pre)
-        dpre = (1 - s).mul_(pre).add_(1).mul_(s).mul_(dy)
-        wide = x.to(dpre.dtype)
-        w = weight.to(dpre.dtype)
-        dw = torch.empty_like(w)
-        dx = torch.zeros_like(dpre)
-        taps, tokens = w.shape[1], x.shape[0]
-        for back in range(min(taps, tokens)):
-            late = _drop_crossing(
-                dpre, back, ctx.packed
-            )  # (T-s, C): dpre[t] where t-s is in the same document
-            dx[: tokens - back].addcmul_(late, w[:, taps - 1 - back])
-            dw[:, taps - 1 - back] = (late * wide[: tokens - back]).sum(0)
-        dw[:, : max(0, taps - tokens)] = 0
-        db = None if bias is None else dpre.sum(0).to(bias.dtype)
-        return dx.to(x.dtype), dw.to(weight.dtype), db, None
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        w = _taps(weight, x)
+        taps, channels = w.shape
+        dw, db = torch.zeros_like(w), w.new_zeros(channels)
+        after = w.new_zeros(taps - 1, channels)  # dpre of the tokens behind the tile
+        for rows in reversed(list(row_tiles(x))):
+            pre = _convolve(x, weight, bias, ctx.packed, rows)
+            part, grad = x[rows].to(w.dtype), dy[rows].to(w.dtype)
+            dpre = torch.cat([torch.ops.aten.silu_backward(grad, pre), after])  # (t+W-1, C)
+            size = part.shape[0]
+            dx_part = dpre[:size] * w[0]
+            dw[0] += (dpre[:size] * part).sum(0)
+            db += dpre[:size].sum(0)
+            for back in range(1, taps):
+                # Row i meets the token that is `back` behind it, where that is of the same document.
+                late = dpre[back : back + size]
+                crossing = ctx.packed.crossings(back, rows.start, rows.stop)
+                if crossing is not None:
+                    late = late.index_fill(0, crossing, 0)
+                dx_part.addcmul_(late, w[back])
+                dw[back] += (late * part).sum(0)
+            dx[rows] = dx_part
+            after = dpre[: taps - 1].clone()
+        db = None if bias is None else db.to(bias.dtype)
+        return dx, dw.flip(0).T.to(weight.dtype), db, None
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
-    """The convolution before SiLU, (T, C) in float32."""
-    wide = x.to(arithmetic_dtype(x))
-    w = weight.to(wide.dtype)
-    tokens, taps = x.shape[0], w.shape[1]
-    out = wide * w[:, taps - 1]
+def _taps(weight: Tensor, x: Tensor) -> Tensor:
+    """(C, W) -> (W, C) contiguous in float32, entry s being the weight of the token s before."""
+    return weight.T.flip(0).to(arithmetic_dtype(x)).contiguous()
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed, rows: slice) -> Tensor:
+    """The convolution before SiLU for some rows, (t, C) in float32."""
+    w = _taps(weight, x)
+    taps = w.shape[0]
+    first = max(0, rows.start - taps + 1)
+    wide = x[first : rows.stop].to(w.dtype)  # the rows, and the taps before them
+    out = wide[rows.start - first :] * w[0]
     if bias is not None:
         out += bias
-    for back in range(1, min(taps, tokens)):
-        early = wide[: tokens - back]
-        term = early * w[:, taps - 1 - back]  # lands on t = s, s+1, ...
-        out[back:] += _zero_crossing(term, back, packed)
+    for back in range(1, min(taps, rows.stop)):
+        start = max(rows.start, back)  # the first row that has a token `back` before it
+        early = wide[start - back - first : rows.stop - back - first]
+        landed = out[start - rows.start :]
+        crossing = packed.crossings(back, start - back, rows.stop - back)
+        if crossing is None:
+            landed.addcmul_(early, w[back])
+        else:
+            landed += (early * w[back]).index_fill_(0, crossing, 0)
     return out
-
-
-def _drop_crossing(x: Tensor, back: int, packed: Packed) -> Tensor:
-    """x[s:], (T-s, C), with zeros where the token s before lies in another document; x itself for s = 0."""
-    return _zero_crossing(x[back:].clone(), back, packed) if back else x
-
-
-def _zero_crossing(landed: Tensor, back: int, packed: Packed) -> Tensor:
-    """Zeroes in place the rows of a tensor over t = s..T-1 where t-s lies in another document."""
-    if len(packed.lengths) == 1:
-        return landed
-    return landed.index_fill_(0, packed.crossings(back), 0)
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:

@@ -1,5 +1,7 @@
 """What every kernel file shares: the choice of an implementation and the dtype of its arithmetic."""
 
+from collections.abc import Iterator
+
 import torch
 
 OPERATIONS = (
@@ -14,6 +16,7 @@ OPERATIONS = (
     "adamw_step",
 )
 CHOICES = ("auto", "torch", "triton", "packages")
+TILE_ELEMENTS = 1 << 16  # a thread: 256 KB of float32, an eighth of a 2 MB L2; see `row_tiles`
 
 
 def backends(kernels: str) -> dict[str, str]:
@@ -44,3 +47,11 @@ def check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...]) -> No
     if not fits:
         want = ", ".join("*" if n is None else str(n) for n in shape)
         raise ValueError(f"{name}: expected shape ({want}), found {tuple(x.shape)}")
+
+
+def row_tiles(x: torch.Tensor) -> Iterator[slice]:
+    """Rows of (T, D) to work on together: on a CPU few enough that a chain of temporaries stays in the L2 caches."""
+    rows = x.shape[0]
+    step = rows if x.is_cuda else max(1, TILE_ELEMENTS * torch.get_num_threads() // x.shape[1])
+    for start in range(0, rows, max(1, step)):
+        yield slice(start, min(start + step, rows))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape
+from hymoe.kernels.launch import arithmetic_dtype, check_shape, row_tiles
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,48 +35,73 @@ def gated_rms_norm_ref(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: f
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(arithmetic_dtype(x))
-        r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))  # (T, 1)
+        wide = arithmetic_dtype(x)
+        y = torch.empty_like(x)
+        r = torch.empty(x.shape[0], 1, dtype=wide, device=x.device)
+        for rows in row_tiles(x):
+            part = x[rows].to(wide)
+            r[rows] = _inverse_rms(part, eps)
+            y[rows] = (part * r[rows]).mul_(weight)
         ctx.save_for_backward(x, weight, r)
-        return (wide * r).mul_(weight.to(wide.dtype)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, weight, r = ctx.saved_tensors
-        dx, dw = _norm_backward(x.to(r.dtype), dy.to(r.dtype), weight, r)
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=r.dtype)
+        for rows in row_tiles(x):
+            part = x[rows].to(r.dtype)
+            dx[rows], dw_part = _norm_backward(part, dy[rows].to(r.dtype), weight, r[rows])
+            dw += dw_part
+        return dx, dw.to(weight.dtype), None
 
 
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-        wide = x.to(arithmetic_dtype(x))
-        gated = (wide * functional.silu(z.to(wide.dtype))).unflatten(-1, (groups, -1))  # (T, G, P)
-        r = torch.rsqrt(gated.pow(2).mean(-1, keepdim=True).add_(eps))  # (T, G, 1)
+        wide = arithmetic_dtype(x)
+        y = torch.empty_like(x)
+        r = torch.empty(x.shape[0], groups, 1, dtype=wide, device=x.device)
+        for rows in row_tiles(x):
+            gated = functional.silu(z[rows].to(wide)).mul_(x[rows]).unflatten(1, (groups, -1))
+            r[rows] = _inverse_rms(gated, eps)
+            y[rows] = gated.mul_(r[rows]).flatten(1).mul_(weight)
         ctx.save_for_backward(x, z, weight, r)
         ctx.groups = groups
-        return gated.mul_(r).flatten(-2).mul_(weight.to(wide.dtype)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, z, weight, r = ctx.saved_tensors
         split = lambda t: t.unflatten(-1, (ctx.groups, -1))  # noqa: E731
-        wide, wide_z = x.to(r.dtype), z.to(r.dtype)
-        s = torch.sigmoid(wide_z)
-        gate = wide_z * s
-        du, dw = _norm_backward(split(wide * gate), split(dy.to(r.dtype)), split(weight), r)
-        du = du.flatten(-2)
-        dz = (1 - s).mul_(wide_z).add_(1).mul_(s).mul_(wide).mul_(du)
-        return du.mul_(gate).to(x.dtype), dz.to(z.dtype), dw.flatten().to(weight.dtype), None, None
+        dx, dz = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, z))
+        dw = torch.zeros_like(split(weight), dtype=r.dtype)
+        for rows in row_tiles(x):
+            part, gate_in = x[rows].to(r.dtype), z[rows].to(r.dtype)
+            gate = functional.silu(gate_in)
+            du, dw_part = _norm_backward(
+                split(part * gate), split(dy[rows].to(r.dtype)), split(weight), r[rows]
+            )
+            du = du.flatten(1)
+            dx[rows] = gate.mul_(du)
+            dz[rows] = torch.ops.aten.silu_backward(du.mul_(part), gate_in)
+            dw += dw_part
+        return dx, dz, dw.flatten().to(weight.dtype), None, None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """(..., P) -> (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _norm_backward(x: Tensor, dy: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """Dx and dw of y = w * x * r over the last dimension, all in r's dtype."""
     normed = x * r
-    dw = (dy * normed).sum(0)
-    g = dy * weight.to(r.dtype)
-    dx = g.sub_(normed * (g * normed).mean(-1, keepdim=True)).mul_(r)
-    return dx, dw
+    dw = dy * normed
+    g = dy * weight
+    mean = torch.linalg.vecdot(dw, weight.to(r.dtype))[..., None] / x.shape[-1]  # of g * normed
+    return g.sub_(normed.mul_(mean)).mul_(r), dw.sum(0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

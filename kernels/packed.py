@@ -32,6 +32,11 @@ class Block:
     enters: bool
     leaves: bool
 
+    @property
+    def has_states(self) -> bool:
+        """Whether anything passes from chunk to chunk here."""
+        return self.enters or self.leaves or bool(self.followers)
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -116,14 +121,28 @@ class Packed:
         make = lambda: np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)  # noqa: E731
         return self._table("seq_idx", lambda: self._on_device(make()))
 
-    def crossings(self, back: int) -> torch.Tensor:
-        """int64 indices t for which the tokens t and t + back exist and lie in different documents."""
+    def crossings(self, back: int, start: int, stop: int) -> torch.Tensor | None:
+        """Which of the tokens start..stop-1 lie in another document than the token `back` behind them.
 
-        def make() -> torch.Tensor:
+        Returns:
+            int64 indices counted from `start`, or None where there are none. A token that has none behind it is not listed.
+        """
+
+        def make() -> torch.Tensor | None:
+            found = self._crossings(back)
+            first, last = np.searchsorted(found, (start, stop))
+            return self._on_device(found[first:last] - start) if last > first else None
+
+        return self._table(("crossings", back, start, stop), make)
+
+    def _crossings(self, back: int) -> np.ndarray:
+        """The same of the whole row, on the host."""
+
+        def make() -> np.ndarray:
             document = np.repeat(np.arange(len(self.lengths)), self.lengths)
-            return self._on_device(np.flatnonzero(document[:-back] != document[back:]))
+            return np.flatnonzero(document[:-back] != document[back:])
 
-        return self._table(("crossings", back), make)
+        return self._table(("all crossings", back), make)
 
     def blocks(self, size: int, most: int) -> tuple[Block, ...]:
         """The row cut into chunks of `size` tokens that begin anew with each document, `most` chunks a block."""

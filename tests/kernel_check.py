@@ -28,14 +28,29 @@ Inputs = Mapping[str, Tensor]
 Function = Callable[..., Tensor]
 
 
-def run(function: Function, inputs: Inputs, seed: int = 7) -> dict[str, Tensor]:
-    """The output under "y" and the gradient of each input under its name, for a random upstream gradient."""
+def run(
+    function: Function, inputs: Inputs, seed: int = 7, twice: bool = False
+) -> dict[str, Tensor]:
+    """The output under "y" and the gradient of each input under its name, for a random upstream gradient.
+
+    Args:
+        function: takes the inputs by name.
+        inputs: floating tensors; each gets a gradient.
+        seed: of the upstream gradient.
+        twice: asserts that a second backward pass gives the same bits: the first may not spoil what was saved.
+    """
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     y = function(**leaves)
     rng = torch.Generator().manual_seed(seed)
     # The same upstream gradient in every precision: its values are bfloat16's.
     upstream = torch.randn(y.shape, generator=rng).bfloat16().to(y.dtype)
-    gradients = torch.autograd.grad(y, list(leaves.values()), upstream)
+    given = upstream.clone()
+    gradients = torch.autograd.grad(y, list(leaves.values()), given, retain_graph=twice)
+    assert torch.equal(given, upstream), "the backward pass wrote into its upstream gradient"
+    if twice:
+        again = torch.autograd.grad(y, list(leaves.values()), given)
+        for name, one, other in zip(leaves, gradients, again, strict=True):
+            assert torch.equal(one, other), f"a second backward pass differs: {name}"
     return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
@@ -45,6 +60,8 @@ def check(
     inputs: Inputs,
     dtype: torch.dtype,
     small: tuple[str, ...] = (),
+    beside: Mapping[str, str] | None = None,
+    plain: Function | None = None,
 ) -> None:
     """Asserts that output and gradients of `kernel` are right, and that it leaves its inputs alone.
 
@@ -54,20 +71,28 @@ def check(
         inputs: any floating dtype; they are rounded to `dtype` first, so that all sides see the same values.
         dtype: of the kernel's run.
         small: inputs that are float32 in training whatever the others are.
+        beside: gradients whose true value is a full cancellation (zero, or next to it), each with the gradient whose
+            scale its terms have: the two are compared as one vector.
+        plain: what plain torch computes in `dtype`, where that is not the reference in `dtype`.
     """
     given = {
         name: x.to(torch.promote_types(dtype, torch.float32) if name in small else dtype)
         for name, x in inputs.items()
     }
     before = {name: x.clone() for name, x in given.items()}
-    actual = run(kernel, given)
+    actual = run(kernel, given, twice=True)
     for name, x in given.items():
         assert torch.equal(x, before[name]), f"the kernel wrote into {name}"
     exact = run(reference, {name: x.double() for name, x in given.items()})
     plain = actual if dtype == torch.float64 else run(reference, given)
+    largest = max(result.double().norm().item() for result in exact.values())
     for name, result in actual.items():
         assert result.dtype == plain[name].dtype, f"{name} is {result.dtype}"
-        if dtype == torch.float64:
+        if not exact[name].any():
+            # Zero by cancellation, as the gradient of a lone query: there is no norm to be relative to but the others'.
+            noise = result.double().norm().item()
+            assert noise <= 4 * torch.finfo(dtype).eps * largest, f"{name} is {noise:.3g}, not 0"
+        elif dtype == torch.float64:
             assert_close_rel(result, exact[name], FLOAT64_BOUND, name)
         else:
             assert_twice_as_close(result, plain[name], exact[name], name)

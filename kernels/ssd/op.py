@@ -27,7 +27,7 @@ from hymoe.kernels.launch import arithmetic_dtype, check_shape
 from hymoe.kernels.packed import Block, Packed
 
 CPU_CHUNK = 64  # tokens: half the work inside of a chunk of 128, twice the states
-CPU_BLOCK_BYTES = 1 << 20  # of one float32 (H, Q, Q) temporary: a few of them stay in a core's L2
+CPU_BLOCK = 1 << 19  # elements of one temporary of each shape, (H, Q, Q), (H, Q, P) and (H, N, P): about an L2 of 2 MB
 
 
 @dataclass
@@ -65,14 +65,18 @@ def _contiguous_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.mul(left, right, out=out)
 
 
-def _load(block: Block, size: int, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> _Chunks:
+def _load(
+    block: Block, size: int, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor
+) -> _Chunks:
+    """Reads the rows of a block, whatever their dtype and strides, and derives what both passes need."""
     groups = b.shape[1]
     split = lambda t: t.unflatten(2, (groups, -1))  # noqa: E731  (n, Q, H, ...) -> (n, Q, G, R, ...)
     cut = lambda t: _into_slots(t, block, size, step.dtype)  # noqa: E731
     s = split(_into_slots(rate, block, size, torch.float64).cumsum(1))
-    by_head = s.permute(0, 2, 3, 1)  # (n, G, R, Q)
+    by_head = s.permute(0, 2, 3, 1).contiguous()  # (n, G, R, Q)
     # exp of all differences, then zeros above the diagonal, where it may have become infinite.
-    decay = (by_head[..., :, None] - by_head[..., None, :]).to(step.dtype).exp_().tril_()
+    decay = (by_head[..., :, None] - by_head[..., None, :]).to(step.dtype).exp_()
+    decay.flatten(0, 2).tril_()
     b, c = (cut(t).transpose(1, 2) for t in (b, c))
     last = s[:, -1:]
     wide = lambda t: torch.exp(t).to(step.dtype)[..., None]  # noqa: E731
@@ -111,11 +115,12 @@ def _pass_on(
     added: Tensor, through: Tensor, block: Block, state: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Step 3: the states that enter each chunk, (n, G, N, R, P), and the one that leaves the block."""
-    enter = torch.zeros_like(added)
-    if block.enters:
-        enter[0] = state
-    for k in block.followers:
-        torch.addcmul(added[k - 1], through[k - 1], enter[k - 1], out=enter[k])
+    enter = torch.empty_like(added)
+    for k in range(block.chunks):
+        if k in block.followers:
+            torch.addcmul(added[k - 1], through[k - 1], enter[k - 1], out=enter[k])
+        else:
+            enter[k] = state if k == 0 and block.enters else 0
     return enter, torch.addcmul(added[-1], through[-1], enter[-1]) if block.leaves else None
 
 
@@ -123,13 +128,13 @@ def _pass_back(
     denter: Tensor, through: Tensor, block: Block, dstate: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of what each chunk adds, and of the state that entered the block; spoils `denter`."""
-    dadded = torch.zeros_like(denter)
-    if block.leaves:
-        dadded[-1] = dstate
-        denter[-1].addcmul_(through[-1], dadded[-1])
-    for k in reversed(block.followers):
-        dadded[k - 1] = denter[k]
-        denter[k - 1].addcmul_(through[k - 1], dadded[k - 1])
+    dadded = torch.empty_like(denter)
+    for k in reversed(range(block.chunks)):
+        if k + 1 in block.followers:
+            dadded[k] = denter[k + 1]
+        else:
+            dadded[k] = dstate if k == block.chunks - 1 and block.leaves else 0
+        denter[k].addcmul_(through[k], dadded[k])
     return dadded, denter[0] if block.enters else None
 
 
@@ -149,14 +154,17 @@ class _Scan(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         entered, state = [], None
         weight = skip.view(b.shape[1], -1, 1)  # (G, R, 1)
+        split = (weight.shape[1], x.shape[2])
         for block in blocks:
             k = _load(block, size, x, step, rate, b, c)
             inside = (k.scores[:, :, None] * k.decay) @ k.xdt  # (n, G, R, Q, P)
-            split = (weight.shape[1], x.shape[2])
-            added = (k.b.transpose(2, 3) @ k.kept).unflatten(3, split)  # (n, G, N, R, P)
-            enter, state = _pass_on(added, k.through, block, state)
-            read = (k.c @ enter.flatten(3)).unflatten(3, split).transpose(1, 2)  # (n, Q, G, R, P)
-            out = torch.addcmul(inside.permute(0, 3, 1, 2, 4), read, k.from_start)
+            out = inside.permute(0, 3, 1, 2, 4)  # (n, Q, G, R, P)
+            enter = None
+            if block.has_states:
+                added = (k.b.transpose(2, 3) @ k.kept).unflatten(3, split)  # (n, G, N, R, P)
+                enter, state = _pass_on(added, k.through, block, state)
+                read = (k.c @ enter.flatten(3)).unflatten(3, split).transpose(1, 2)
+                out.addcmul_(read, k.from_start)
             _from_slots(y, block, out.addcmul_(k.x, weight))
             entered.append(enter)
         ctx.save_for_backward(x, step, rate, b, c, skip, *entered)
@@ -169,19 +177,123 @@ class _Scan(torch.autograd.Function):
         dx, db, dc = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, b, c))
         dstep, drate = torch.empty_like(step), torch.empty_like(rate)
         dskip, dstate = torch.zeros_like(skip), None
+        weight = skip.view(b.shape[1], -1, 1)
         for block, enter in zip(reversed(ctx.blocks), reversed(entered), strict=True):
             k = _load(block, ctx.size, x, step, rate, b, c)
-            dy_slots = _into_slots(dy, block, ctx.size, step.dtype).view(k.x.shape)
-            grads = _Gradients(k, dy_slots, skip.view(b.shape[1], -1, 1))
-            dstate = grads.through_states(enter, block, dstate)
-            grads.inside()
-            for out, slots in (
-                (dx, grads.dx),
-                (dstep, grads.dstep),
-                (drate, grads.drate()),
-                (db, grads.db.transpose(1, 2)),
-                (dc, grads.dc.transpose(1, 2)),
-            ):
-                _from_slots(out, block, slots)
-            dskip += (dy_slots * k.x).sum((0, 1, 4)).flatten()
+            dy_block = _into_slots(dy, block, ctx.size, step.dtype).view(k.x.shape)
+            dxdt, ds, db_block, dc_block = _inside_backward(k, dy_block)
+            if enter is not None:
+                more, dstate = _states_backward(k, dy_block, enter, block, dstate)
+                dxdt, ds, db_block, dc_block = (
+                    one.add_(other)
+                    for one, other in zip((dxdt, ds, db_block, dc_block), more, strict=True)
+                )
+            # Backwards running sum: s[i] holds the rate of every token up to i.
+            drate_block = ds.sum(1, keepdim=True) - ds.cumsum(1) + ds
+            dstep_block = (dxdt * k.x).sum(-1)
+            dskip += (dy_block * k.x).sum((0, 1, 4)).flatten()
+            dx_block = dxdt.mul_(k.step[..., None]).addcmul_(dy_block, weight)
+            _from_slots(dx, block, dx_block)
+            _from_slots(dstep, block, dstep_block)
+            _from_slots(drate, block, drate_block)
+            _from_slots(db, block, db_block.transpose(1, 2))
+            _from_slots(dc, block, dc_block.transpose(1, 2))
         return dx, dstep, drate, db, dc, dskip, None, None
+
+
+def _inside_backward(k: _Chunks, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Step 1: gradients of dt x (n, Q, G, R, P), s (n, Q, G, R) float64, b and c (n, G, Q, N)."""
+    dy = dy.permute(0, 2, 3, 1, 4).contiguous()  # (n, G, R, Q, P)
+    m = k.scores[:, :, None] * k.decay
+    dxdt = m.transpose(3, 4) @ dy
+    dm = (dy @ k.xdt.transpose(3, 4)).mul_(k.decay)  # (n, G, R, Q, Q)
+    dscores = dm.sum(2)
+    dm.mul_(k.scores[:, :, None])
+    dm = dm.double()
+    ds = dm.sum(4) - dm.sum(3)  # (n, G, R, Q)
+    db, dc = dscores.transpose(2, 3) @ k.c, dscores @ k.b
+    return dxdt.permute(0, 3, 1, 2, 4), ds.permute(0, 3, 1, 2), db, dc
+
+
+def _states_backward(
+    k: _Chunks, dy: Tensor, enter: Tensor, block: Block, dstate: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+    """Steps 2 to 4: the same gradients as step 1's, and that of the state that entered the block."""
+    dread = _contiguous_product(dy.transpose(1, 2), k.from_start.transpose(1, 2))
+    flat = enter.flatten(3)  # (n, G, N, R*P)
+    read = (k.c @ flat).view(dread.shape)  # (n, G, Q, R, P)
+    ds = read.mul_(dread).sum(4).transpose(1, 2).double()
+    dread = dread.flatten(3)
+    dc = dread @ flat.transpose(2, 3)
+    denter = (k.c.transpose(2, 3) @ dread).view(enter.shape)
+    dadded, dstate = _pass_back(denter, k.through, block, dstate)
+
+    dthrough = (dadded * enter).sum((2, 4)) * k.through[:, :, 0, :, 0]  # (n, G, R)
+    dadded = dadded.flatten(3)
+    db = k.kept @ dadded.transpose(2, 3)
+    dkept = (k.b @ dadded).view(read.shape).transpose(1, 2) * k.to_end  # (n, Q, G, R, P)
+    # What decays towards the end: each token's share counts at its own s and, with the other sign, at the last one.
+    share = ((dkept * k.x).sum(4) * k.step).double()
+    ds -= share
+    ds[:, -1] += share.sum(1) + dthrough
+    return (dkept, ds, db, dc), dstate
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    packed: Packed,
+    chunk_size: int = 128,
+) -> Tensor:
+    """Selective state-space scan along each document.
+
+    Args:
+        x: (T, H, P) inputs of the heads.
+        dt: (T, H) raw time steps, before bias and softplus.
+        a_log: (H,) log of the decay rate.
+        b: (T, G, N) input projections; a group serves H/G heads.
+        c: (T, G, N) output projections.
+        skip: (H,) weight of x in the output (`D` of the checkpoint).
+        dt_bias: (H,) added to dt.
+        dt_limit: lowest and highest time step after softplus.
+        packed: boundaries of the documents in the T tokens.
+        chunk_size: Q at most; a row of short documents uses shorter chunks, which changes rounding only.
+
+    Returns:
+        y: (T, H, P) in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    tokens, heads, width = x.shape
+    groups, states = b.shape[1:]
+    check_shape("ssd_scan x", x, (packed.num_tokens, None, None))
+    check_shape("ssd_scan dt", dt, (tokens, heads))
+    check_shape("ssd_scan b", b, (tokens, None, None))
+    check_shape("ssd_scan c", c, tuple(b.shape))
+    for name, vector in (("a_log", a_log), ("skip", skip), ("dt_bias", dt_bias)):
+        check_shape(f"ssd_scan {name}", vector, (heads,))
+    if heads % groups:
+        raise ValueError(f"ssd_scan: {heads} heads do not divide by {groups} groups")
+
+    wide = arithmetic_dtype(x)
+    size, most = _chunking(packed, chunk_size, x, states)
+    step = functional.softplus(dt.to(wide) + dt_bias.to(wide)).clamp(*dt_limit)  # (T, H)
+    rate = step * -torch.exp(a_log.to(wide))
+    return _Scan.apply(x, step, rate, b, c, skip.to(wide), packed.blocks(size, most), size)
+
+
+def _chunking(packed: Packed, chunk_size: int, x: Tensor, states: int) -> tuple[int, int]:
+    """Tokens a chunk, and chunks a block."""
+    size = min(chunk_size, max(16, 1 << (packed.max_len - 1).bit_length()))
+    if x.is_cuda:
+        return size, packed.num_tokens  # no cache to fit, and launches cost
+    size = min(size, CPU_CHUNK)
+    heads, width = x.shape[1:]
+    return size, max(1, CPU_BLOCK // (heads * (size * size + size * width + states * width)))

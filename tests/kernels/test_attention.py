@@ -16,6 +16,9 @@ from tests.kernel_check import (
 )
 
 WIDTH = 8
+# One key alone has weight 1 whatever its score: in a document of one token the gradients of q and k vanish, and what a
+# kernel leaves there is the rounding of products of the size of v's gradient.
+BESIDE = {"q": "v", "k": "v"}
 
 
 def inputs_of(tokens: int, heads: int, groups: int, width: int = WIDTH) -> dict[str, Tensor]:
@@ -31,6 +34,7 @@ def test_ragged_documents(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
         lambda q, k, v: varlen_attention_ref(q, k, v, packed),
         inputs_of(sum(lengths), 4, 2),
         dtype,
+        beside=BESIDE if max(lengths) == 1 else None,
     )
 
 

@@ -1,0 +1,76 @@
+"""The loss is one sum over one count, whatever rank or micro-step a token lies in; no step can hang or harm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.close import assert_close_rel
+from tests.runs import REPO
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
+    """(world size, rank) -> what tests/plan_worker.py saw there."""
+    out = tmp_path_factory.mktemp("plan")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    for ranks in (1, 2, 4):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, *launcher, str(REPO / "tests" / "plan_worker.py"), str(ranks), str(out)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+    return {tuple(map(int, f.stem.split("_"))): torch.load(f) for f in out.glob("*.pt")}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_token_weighs_the_same_on_every_rank(results: dict, ranks: int) -> None:
+    """torchtitan#2206: a mean of per-rank means gives a token on a sparse rank more weight (OLMo-core#657: or NaN)."""
+    alone = results[1, 0]["uneven"]
+    for rank in range(ranks):
+        found = results[ranks, rank]["uneven"]
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
+        for name, tensor in found["weights"].items():
+            assert_close_rel(tensor, alone["weights"][name], 1e-6, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_step_without_supervised_tokens_changes_nothing(results: dict, ranks: int) -> None:
+    for rank in range(ranks):
+        found = results[ranks, rank]["masked"]
+        assert found["loss"] == 0
+        assert not found["applied"]
+        assert (found["moments"], found["count"]) == (0, 0)
+        for name, tensor in found["weights"].items():
+            assert torch.equal(tensor, found["before"][name]), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(results: dict, ranks: int) -> None:
+    """pytorch#46849."""
+    for rank in range(ranks):
+        found = results[ranks, rank]["not_finite"]
+        assert found["applied"] == [True, False, True]
+        assert found["count"] == 2
+        first, second, third = found["weights"]
+        for name, tensor in second.items():
+            assert torch.equal(tensor, first[name]), name
+            assert torch.isfinite(third[name]).all(), name
+        assert any(not torch.equal(third[name], second[name]) for name in third)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_without_tokens_stay_as_they_are(results: dict, ranks: int, recompute: bool) -> None:
+    """pytorch#126616: no rank misses a collective, and the norm is one number."""
+    found = [results[ranks, rank][f"idle_{recompute}"] for rank in range(ranks)]
+    assert all(f["norms"] == found[0]["norms"] for f in found)
+    assert found[0]["norms"] == results[ranks, 0][f"idle_{not recompute}"]["norms"]
+    for name, tensor in found[0]["weights"].items():
+        if ".experts." in name:
+            before = found[0]["before"][name]
+            assert torch.equal(tensor[ranks:], before[ranks:]), name
+            assert all(not torch.equal(tensor[e], before[e]) for e in range(ranks)), name
