@@ -20,8 +20,8 @@ class TrainedValues:
     """Gives `save_pretrained` each parameter as the file gets it, and keeps account of the update.
 
     Attributes:
-        sums: (2,) float64 of this rank, <file - base, master - base> and <master - base, master - base>; summed over the
-            ranks their ratio is the share of the update that reached the file.
+        sums: (2,) float64 of this rank, <file - base, master - base> and <master - base, master - base>; summed over
+            the ranks their ratio is the share of the update that reached the file.
     """
 
     def __init__(self, lm: HybridLM, optimizer: Optimizer) -> None:

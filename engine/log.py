@@ -31,7 +31,9 @@ class RunLog:
         self._bar: Progress | None = None
 
     def _open(self, folder: Path | None, name: str) -> IO[str] | None:
-        return None if folder is None or self._quiet else (folder / name).open("a", encoding="utf-8")
+        return (
+            None if folder is None or self._quiet else (folder / name).open("a", encoding="utf-8")
+        )
 
     def event(self, kind: str, message: str | None = None, **values: Any) -> None:
         """An event for the file, and its message, if it has one, for the screen."""
@@ -62,7 +64,11 @@ class RunLog:
         """One step: every key to metrics.jsonl, the ones that a person follows to the screen."""
         _write(self._metrics, metrics)
         number = metrics["step"]
-        if number % self._every == 0 or number in (1, self._total) or metrics.get("eval_loss") is not None:
+        if (
+            number % self._every == 0
+            or number in (1, self._total)
+            or metrics.get("eval_loss") is not None
+        ):
             self.say(step_line(metrics, self._total))
         if self._bar is not None:
             self._bar.update(self._task, completed=number, note=f"loss {metrics['loss']:.4f}")
@@ -99,7 +105,10 @@ def step_line(metrics: dict[str, Any], total_steps: int) -> str:
 def _write(file: IO[str] | None, values: dict[str, Any]) -> None:
     """One JSON line, flushed, so that a run that dies has said what it did. JSON knows no NaN: null."""
     if file is not None:
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
         file.write(json.dumps(clean) + "\n")
         file.flush()
 
@@ -114,7 +123,11 @@ def machine_stamp(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        stamp |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        stamp |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
     return stamp
 
 

@@ -1,11 +1,13 @@
 """How a model is spread over the ranks, and how their gradients meet.
 
 `Alone` is one process. `Sharded` is the simple plan: FSDP2 over all ranks, one unit a block, the embedding and the head
-apart; the small float32 tensors are replicated outside FSDP2, whose units want one dtype. A plan that keeps whole experts
-on a rank is a third class beside these two with the same methods; the model meets it only through `MoE.exchange`.
+apart; the small float32 tensors are replicated outside FSDP2, whose units want one dtype. A plan that keeps whole
+experts on a rank is a third class beside these two with the same methods; the model meets it only through
+`MoE.exchange`.
 
-Gradients are sums over ranks, never means: the loss is a sum, and one factor, 1 / supervised tokens of the step, is applied
-by the optimiser. Every sum over ranks is made in float32 in the order of the ranks, so that two runs give the same bits.
+Gradients are sums over ranks, never means: the loss is a sum, and one factor, 1 / supervised tokens of the step, is
+applied by the optimiser. Every sum over ranks is made in float32 in the order of the ranks, so that two runs give the
+same bits.
 """
 
 from collections.abc import Callable
@@ -101,7 +103,9 @@ class Sharded(Alone):
     def gradients(self, lm: HybridLM) -> list[Tensor]:
         """As for one process; the replicated small tensors are summed over the ranks here, in one flat exchange."""
         grads = super().gradients(lm)
-        small = [g for (name, _), g in zip(lm.named_parameters(), grads, strict=True) if is_small(name)]
+        small = [
+            g for (name, _), g in zip(lm.named_parameters(), grads, strict=True) if is_small(name)
+        ]
         total = self.sum_over_ranks(torch.cat([g.flatten() for g in small]))
         for grad, part in zip(small, total.split([g.numel() for g in small]), strict=True):
             grad.copy_(part.view_as(grad))
@@ -148,7 +152,12 @@ class OrderedReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         """`input_tensor` (n*shard,) of every rank -> `output_tensor` (shard,), the sum of this rank's parts.
 
@@ -156,7 +165,9 @@ class OrderedReduceScatter:
             RuntimeError: FSDP2 asks for another operation than a sum, or for an asynchronous one.
         """
         if op != dist.ReduceOp.SUM or async_op:
-            raise RuntimeError(f"expected a synchronous sum, FSDP2 asked for {op}, async_op={async_op}")
+            raise RuntimeError(
+                f"expected a synchronous sum, FSDP2 asked for {op}, async_op={async_op}"
+            )
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(_sum_in_order(received.view(dist.get_world_size(group), -1)))

@@ -1,4 +1,4 @@
-"""The recipe of a run: a tree of frozen dataclasses, read from TOML, changed by command-line flags, checked as a whole."""
+"""The recipe of a run: frozen dataclasses, read from TOML, changed by command-line flags, checked as a whole."""
 
 import dataclasses
 import difflib
@@ -71,7 +71,7 @@ class Train:
     """Steps between evaluations; 0: only before the first and after the last step."""
     seed: int = 4242
     keep: Literal["auto", "inputs", "all"] = "auto"
-    """What a block keeps for its backward pass: its input (and runs again) or everything; auto: by the memory estimate."""
+    """What a block keeps for its backward pass: its inputs (and runs again) or all; auto: by the estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,9 @@ class Recipe:
         for section in dataclasses.fields(self):
             lines.append(f"[{section.name}]")
             values = dataclasses.asdict(getattr(self, section.name))
-            lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+            lines += [
+                f"{key} = {_toml(value)}" for key, value in values.items() if value is not None
+            ]
             lines.append("")
         return "\n".join(lines)
 
@@ -145,7 +147,9 @@ def load(path: str | Path) -> Recipe:
         if name not in sections:
             raise UserError(f"{path}: unknown section [{name}]{_nearest(name, sections)}")
         if not isinstance(values, dict):
-            raise UserError(f"{path}: {name} = {values!r} stands outside a section; expected [{name}]")
+            raise UserError(
+                f"{path}: {name} = {values!r} stands outside a section; expected [{name}]"
+            )
         built[name] = _section(path, name, sections[name].default_factory, values)
     return Recipe(**built)
 
@@ -164,9 +168,13 @@ def _section(path: Path, section: str, kind: Any, values: dict[str, Any]) -> Any
         choices = getattr(expected, "__args__", None) if "Literal" in str(expected) else None
         if choices is not None:
             if value not in choices:
-                raise UserError(f"{where} = {value!r}; expected one of {', '.join(map(str, choices))}")
+                raise UserError(
+                    f"{where} = {value!r}; expected one of {', '.join(map(str, choices))}"
+                )
         elif not isinstance(value, expected) or isinstance(value, bool) != (expected is bool):
-            raise UserError(f"{where} = {value!r}; expected {getattr(expected, '__name__', expected)}")
+            raise UserError(
+                f"{where} = {value!r}; expected {getattr(expected, '__name__', expected)}"
+            )
     return kind(**values)
 
 
@@ -179,7 +187,12 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        escaped = (
+            value.replace("\\", "\\\\")
+            .replace('"', '\\"')
+            .replace("\n", "\\n")
+            .replace("\t", "\\t")
+        )
         return f'"{escaped}"'
     return repr(value)
 
@@ -193,7 +206,13 @@ def check(recipe: Recipe, world_size: int) -> int:
     Raises:
         UserError: naming the keys, their values and what would fit.
     """
-    model, data, optim, train, run = recipe.model, recipe.data, recipe.optim, recipe.train, recipe.run
+    model, data, optim, train, run = (
+        recipe.model,
+        recipe.data,
+        recipe.optim,
+        recipe.train,
+        recipe.run,
+    )
     for key, value in (("model.path", model.path), ("data.path", data.path), ("run.dir", run.dir)):
         if not value:
             raise UserError(f"{key} is missing: set it in the recipe or by --{key}")
@@ -210,7 +229,11 @@ def check(recipe: Recipe, world_size: int) -> int:
     for key, value in positive.items():
         if not value > 0:
             raise UserError(f"{key} = {value}; expected more than 0")
-    shares = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2, "optim.min_lr_ratio": optim.min_lr_ratio}
+    shares = {
+        "optim.beta1": optim.beta1,
+        "optim.beta2": optim.beta2,
+        "optim.min_lr_ratio": optim.min_lr_ratio,
+    }
     for key, value in shares.items():
         if not 0 <= value <= 1 or ("beta" in key and value == 1):
             raise UserError(f"{key} = {value}; expected a number from 0 to 1")

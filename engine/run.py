@@ -19,7 +19,13 @@ from hymoe.engine.data.rows import Rows
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.errors import UserError
 from hymoe.engine.export import TrainedValues
-from hymoe.engine.hf_checkpoint import Checkpoint, load_weights, near_zero_rows, plan_export, save_pretrained
+from hymoe.engine.hf_checkpoint import (
+    Checkpoint,
+    load_weights,
+    near_zero_rows,
+    plan_export,
+    save_pretrained,
+)
 from hymoe.engine.log import RunLog, machine_stamp
 from hymoe.engine.optim import Optimizer, schedule
 from hymoe.engine.recipe import Recipe, check
@@ -31,7 +37,13 @@ from hymoe.model.cost import count_parameters, flops_per_token, mean_context
 from hymoe.model.net import HybridLM
 
 # Dense BF16 FLOP/s without sparsity, by a part of the device's name, from the vendor's data sheets.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "RTX PRO 6000": 503e12}
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "RTX PRO 6000": 503e12,
+}
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,19 @@ class World:
     @property
     def device(self) -> torch.device:
         """The GPU of this process, or the CPU where there is none."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return (
+            torch.device("cuda", self.local_rank)
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
 
 
 def world() -> World:
     """Reads what torchrun sets; without it, one process."""
-    values = (os.environ.get(key, default) for key, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    values = (
+        os.environ.get(key, default)
+        for key, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
     return World(*(int(value) for value in values))
 
 
@@ -84,7 +103,9 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
     notes = []
     dtype = recipe.model.dtype
     if dtype == "auto":
-        dtype = str(checkpoint.dtype([f"{checkpoint.prefix}embeddings.weight"])).removeprefix("torch.")
+        dtype = str(checkpoint.dtype([f"{checkpoint.prefix}embeddings.weight"])).removeprefix(
+            "torch."
+        )
         if dtype == "float16":
             dtype = "bfloat16"
             notes.append("model.dtype: the checkpoint is float16, training is in bfloat16")
@@ -98,14 +119,18 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
     }
     rounding = recipe.optim.rounding
     if rounding == "auto":
-        rounding, reason = budget.choose_rounding(config, memory, recompute=recipe.train.keep != "all", **common)
+        rounding, reason = budget.choose_rounding(
+            config, memory, recompute=recipe.train.keep != "all", **common
+        )
         notes.append(f"optim.rounding = {rounding}: {reason}")
     keep = recipe.train.keep
     if keep == "auto":
         needs = budget.estimate(config, rounding=rounding, recompute=False, **common).peak
         keep = "all" if needs <= memory else "inputs"
         fits = "fits" if keep == "all" else "does not fit"
-        notes.append(f"train.keep = {keep}: keeping everything needs {needs / budget.GIB:.1f} GiB, which {fits}")
+        notes.append(
+            f"train.keep = {keep}: keeping everything needs {needs / budget.GIB:.1f} GiB, which {fits}"
+        )
     estimate = budget.estimate(config, rounding=rounding, recompute=keep == "inputs", **common)
     recipe = replace(
         recipe,
@@ -114,7 +139,9 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
         train=replace(recipe.train, keep=keep),
         parallel=replace(recipe.parallel, expert_parallel="1"),
     )
-    return Resolved(recipe, config, checkpoint, getattr(torch, dtype), micro_steps, estimate, tuple(notes))
+    return Resolved(
+        recipe, config, checkpoint, getattr(torch, dtype), micro_steps, estimate, tuple(notes)
+    )
 
 
 def device_memory_bytes(here: World) -> int:
@@ -137,12 +164,16 @@ def execute(resolved: Resolved, here: World) -> Outcome:
     recipe = resolved.recipe
     tokenizer = Tokenizer(recipe.model.path)
     rows, stats = _rows(recipe, recipe.data.path, tokenizer)
-    eval_rows, eval_stats = (None, None) if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
+    eval_rows, eval_stats = (
+        (None, None) if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
+    )
     plan = parallel.start(here.device, here.size)
     try:
         folder = Path(recipe.run.dir)
         plan.on_rank_zero(lambda: _claim(folder, recipe))
-        lm = HybridLM(resolved.config, kernels=recipe.run.kernels, dtype=resolved.dtype, device="meta")
+        lm = HybridLM(
+            resolved.config, kernels=recipe.run.kernels, dtype=resolved.dtype, device="meta"
+        )
         lm.source = resolved.checkpoint.folder
         if recipe.run.export:
             # What would stop the export is found before training, not after it.
@@ -173,9 +204,13 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     """Makes the run folder and leaves the resolved recipe in it."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / "recipe.toml").is_file():
-            raise UserError(f"run.dir = {folder}: not empty and no run of ours; choose another folder")
+            raise UserError(
+                f"run.dir = {folder}: not empty and no run of ours; choose another folder"
+            )
         if not recipe.run.replace:
-            raise UserError(f"run.dir = {folder}: holds an earlier run; choose another, or --run.replace true")
+            raise UserError(
+                f"run.dir = {folder}: holds an earlier run; choose another, or --run.replace true"
+            )
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +237,9 @@ def _loader(recipe: Recipe, rows: Rows, plan: parallel.Alone) -> Loader:
 
 
 def _steps(recipe: Recipe, loader: Loader) -> int:
-    return loader.steps_in(recipe.train.epochs) if recipe.train.steps is None else recipe.train.steps
+    return (
+        loader.steps_in(recipe.train.epochs) if recipe.train.steps is None else recipe.train.steps
+    )
 
 
 def _job(
@@ -286,11 +323,20 @@ def describe(resolved: Resolved, here: World, steps: int) -> list[str]:
     lines = [
         f"model   {recipe.model.path}: {counts.total:,} parameters, {counts.active:,} active a token, "
         f"{len(resolved.config.pattern)} layers {resolved.config.pattern}, {recipe.model.dtype}, {files} files",
-        f"plan    ranks: {here.size} on {here.device.type}; a step: {train_.step_tokens:,} tokens = {here.size} ranks x "
+        f"plan    {here.size} x {here.device.type}; a step: {train_.step_tokens:,} tokens = {here.size} ranks x "
         f"{resolved.micro_steps} micro-steps x {recipe.data.micro_tokens:,} tokens; kernels: {kernels}",
     ]
-    shape = {"lr": optim.lr, "min_lr_ratio": optim.min_lr_ratio, "warmup_steps": optim.warmup_steps, "steps": steps}
-    at = sorted({1, min(max(optim.warmup_steps, 1), steps), (steps + 1) // 2, steps} - {0}) if steps else []
+    shape = {
+        "lr": optim.lr,
+        "min_lr_ratio": optim.min_lr_ratio,
+        "warmup_steps": optim.warmup_steps,
+        "steps": steps,
+    }
+    at = (
+        sorted({1, min(max(optim.warmup_steps, 1), steps), (steps + 1) // 2, steps} - {0})
+        if steps
+        else []
+    )
     rates = ", ".join(f"{n}: {schedule(n, **shape):.2e}" for n in at)
     lines.append(f"steps   {steps:,}; learning rate by step {rates or 'none'}")
     lines += [f"auto    {note}" for note in resolved.notes]
@@ -311,7 +357,9 @@ def dry_run(resolved: Resolved, here: World) -> str:
     if recipe.data.eval is not None:
         lines.append(f"eval    {_rows(recipe, recipe.data.eval, tokenizer)[1].summary()}")
     lines.append("memory by part and phase, bytes a rank:")
-    lines += [f"  {kind:<6} {name:<34} {size:>18,}" for kind, name, size in resolved.estimate.rows()]
+    lines += [
+        f"  {kind:<6} {name:<34} {size:>18,}" for kind, name, size in resolved.estimate.rows()
+    ]
     return "\n".join(lines)
 
 
@@ -342,7 +390,9 @@ def _export(job: Job, folder: Path, outcome: Outcome) -> float | None:
     return kept
 
 
-def _write_evidence(job: Job, folder: Path, outcome: Outcome, kept: float | None, resolved: Resolved) -> None:
+def _write_evidence(
+    job: Job, folder: Path, outcome: Outcome, kept: float | None, resolved: Resolved
+) -> None:
     """`evidence.json`: what the run did, by the run itself."""
     if job.plan.rank != 0:
         return

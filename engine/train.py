@@ -1,7 +1,7 @@
 """The loop: batch -> loss -> step -> log -> evaluate -> stop.
 
-On a GPU the screen and the files are one step behind: the numbers of step n are read while step n+1 is already under way,
-so that reading them never makes the device wait.
+On a GPU the screen and the files are one step behind: the numbers of step n are read while step n+1 is already under
+way, so that reading them never makes the device wait.
 """
 
 import math
@@ -92,7 +92,9 @@ def train(job: Job) -> Outcome:
     while under_way:
         settle(under_way.pop(0))
     if outcome.stopped_by is not None:
-        job.log.event("stop", f"{outcome.stopped_by}: stopped after step {outcome.steps}", step=outcome.steps)
+        job.log.event(
+            "stop", f"{outcome.stopped_by}: stopped after step {outcome.steps}", step=outcome.steps
+        )
     return outcome
 
 
@@ -172,7 +174,11 @@ class Settle:
 
     def _check_skips(self, number: int, skipped: bool, supervised: int) -> None:
         if skipped and not supervised:
-            self._job.log.event("skip", f"step {number}: no supervised token on any rank; nothing changed", step=number)
+            self._job.log.event(
+                "skip",
+                f"step {number}: no supervised token on any rank; nothing changed",
+                step=number,
+            )
             return
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         most = self._job.recipe.optim.max_skipped
@@ -185,20 +191,31 @@ class Settle:
     def _mfu(self, tokens_per_second: float) -> float | None:
         if self._job.peak_flops is None:
             return None
-        return tokens_per_second * self._job.flops_per_token / (self._job.peak_flops * self._job.plan.world_size)
+        return (
+            tokens_per_second
+            * self._job.flops_per_token
+            / (self._job.peak_flops * self._job.plan.world_size)
+        )
 
 
 def evaluate(job: Job) -> float:
     """Mean loss over all supervised tokens of the held-out rows, each counted once; collective."""
     data = job.recipe.data
     batches: Iterator[MicroBatch] = eval_batches(
-        job.eval_rows, data.micro_tokens, data.seq_len, job.plan.rank, job.plan.world_size, job.plan.device
+        job.eval_rows,
+        data.micro_tokens,
+        data.seq_len,
+        job.plan.rank,
+        job.plan.world_size,
+        job.plan.device,
     )
     sums = torch.zeros(2, dtype=torch.float64, device=job.plan.device)
     with torch.no_grad():
         for micro in batches:
             loss_sum, count = job.lm.loss(micro.input_ids, micro.labels, micro.packed)
-            sums += torch.stack([loss_sum.double(), torch.as_tensor(count, device=sums.device).double()])
+            sums += torch.stack(
+                [loss_sum.double(), torch.as_tensor(count, device=sums.device).double()]
+            )
     job.plan.reshard(job.lm)
     take_loads(job.lm)  # of held-out rows: not the training's
     loss_sum, count = job.plan.sum_over_ranks(sums).tolist()
@@ -209,7 +226,10 @@ def take_loads(lm: HybridLM) -> Tensor:
     """Rows of each expert since the last call, (L_moe * E,) float64; resets the counters."""
     mixers = [layer.mixer for layer in lm.layers if isinstance(layer.mixer, MoE)]
     device = lm.norm_f.weight.device
-    loads = [torch.zeros(lm.config.n_routed_experts, device=device) if m.load is None else m.load for m in mixers]
+    loads = [
+        torch.zeros(lm.config.n_routed_experts, device=device) if m.load is None else m.load
+        for m in mixers
+    ]
     for mixer in mixers:
         mixer.load = None
     if not loads:

@@ -1,7 +1,8 @@
 """The routed experts: gather rows into expert order, up, squared ReLU, down, combine.
 
 Math, for row r of token t and expert e with routing weight w[r]: z = up[e] @ x[t]; a = relu(z)^2;
-out[t] += down[e] @ (w[r] a). The weight is folded into a before the down product (F is narrower than D), so that combining is a plain sum.
+out[t] += down[e] @ (w[r] a). The weight is folded into a before the down product (F is narrower than D), so that
+combining is a plain sum.
 Backward, with da = down[e]^T @ dout[t]: dw[r] = <da, a>; dz = 2 relu(z) w[r] da; ddown[e] += outer(dout[t], w[r] a);
 dup[e] += outer(dz, x[t]); dx[t] += up[e]^T @ dz.
 

@@ -12,6 +12,7 @@ import sys
 import time
 
 import tyro
+
 from hymoe.engine import recipe as recipes
 from hymoe.engine import run
 from hymoe.engine.demo import demo_recipe
@@ -25,7 +26,9 @@ def main() -> int:
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     dry = "--dry-run" in arguments
     spelled = {"true": "True", "false": "False"}  # TOML's words are good on the command line too
-    arguments = [spelled.get(argument, argument) for argument in arguments if argument != "--dry-run"]
+    arguments = [
+        spelled.get(argument, argument) for argument in arguments if argument != "--dry-run"
+    ]
     try:
         given = demo_recipe(here.rank) if file is None else recipes.load(file)
         recipe = tyro.cli(

@@ -28,7 +28,9 @@ def micro_batch(seed: int, supervised: int) -> MicroBatch:
     return MicroBatch(input_ids, labels, Packed.from_lengths((10, TOKENS - 10), "cpu", supervised))
 
 
-def build(plan: parallel.Alone, recompute: bool = False, **changes: object) -> tuple[HybridLM, dict]:
+def build(
+    plan: parallel.Alone, recompute: bool = False, **changes: object
+) -> tuple[HybridLM, dict]:
     """The same tiny weights on every rank, sharded."""
     whole = dict(tiny_lm(seed=5, **changes).state_dict())
     lm = HybridLM(tiny_config(**changes), device="meta")
@@ -45,7 +47,9 @@ def build(plan: parallel.Alone, recompute: bool = False, **changes: object) -> t
     return lm, whole
 
 
-def job_of(plan: parallel.Alone, lm: HybridLM, batches: list[StepBatch], weight_decay: float = 0.0) -> Job:
+def job_of(
+    plan: parallel.Alone, lm: HybridLM, batches: list[StepBatch], weight_decay: float = 0.0
+) -> Job:
     """The loop's job over hand-made steps."""
     options = {"lr": 1e-2, "warmup_steps": 0, "min_lr_ratio": 1.0, "weight_decay": weight_decay}
     optimizer = Optimizer(
@@ -61,7 +65,10 @@ def job_of(plan: parallel.Alone, lm: HybridLM, batches: list[StepBatch], weight_
 
 def weights(lm: HybridLM) -> dict[str, torch.Tensor]:
     """Whole tensors; collective."""
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in lm.named_parameters()}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for n, p in lm.named_parameters()
+    }
 
 
 def uneven(plan: parallel.Alone) -> dict:
@@ -71,7 +78,11 @@ def uneven(plan: parallel.Alone) -> dict:
     mine = range(plan.rank, 4, plan.world_size)
     batch = StepBatch(tuple(micro_batch(i, counts[i]) for i in mine), sum(counts), 4 * TOKENS, 1.0)
     taken = take_step(job_of(plan, lm, [batch]), 1)
-    return {"loss": taken.sums[0].item() / 9, "norm": taken.report.grad_norm.item(), "weights": weights(lm)}
+    return {
+        "loss": taken.sums[0].item() / 9,
+        "norm": taken.report.grad_norm.item(),
+        "weights": weights(lm),
+    }
 
 
 def masked(plan: parallel.Alone) -> dict:
@@ -111,7 +122,11 @@ def idle_experts(plan: parallel.Alone, recompute: bool) -> dict:
     batch = StepBatch((micro_batch(plan.rank, 7),), 7 * plan.world_size, TOKENS, 1.0)
     job = job_of(plan, lm, [batch] * 10)
     norms = [take_step(job, step).report.grad_norm.item() for step in range(1, 11)]
-    return {"norms": norms, "before": {n: t.clone() for n, t in whole.items()}, "weights": weights(lm)}
+    return {
+        "norms": norms,
+        "before": {n: t.clone() for n, t in whole.items()},
+        "weights": weights(lm),
+    }
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from hymoe.engine.data.tokenizer import Tokenizer, train_tokenizer
 from tests.tiny import BASE
 
 REPO = Path(__file__).resolve().parent.parent
-WORDS = "apple river stone lamp tower cloud honey tiger paper moon".split()
+WORDS = ["apple", "river", "stone", "lamp", "tower", "cloud", "honey", "tiger", "paper", "moon"]
 
 
 def chat_rows(count: int, seed: int) -> list[dict[str, Any]]:
@@ -41,10 +41,17 @@ def save_by_transformers(folder: Path, dtype: torch.dtype, tokenizer: Path, **ch
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     torch.manual_seed(0)
-    raw = {**BASE, "vocab_size": Tokenizer(tokenizer).vocab_size, "initializer_range": 0.02, **changes}
+    raw = {
+        **BASE,
+        "vocab_size": Tokenizer(tokenizer).vocab_size,
+        "initializer_range": 0.02,
+        **changes,
+    }
     del raw["dtype"]
     # transformers keeps the router in float32, as the real checkpoints do.
-    NemotronHForCausalLM(NemotronHConfig(**raw)).to(dtype).save_pretrained(folder, max_shard_size="40KB")
+    NemotronHForCausalLM(NemotronHConfig(**raw)).to(dtype).save_pretrained(
+        folder, max_shard_size="40KB"
+    )
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     return folder
 
@@ -66,7 +73,10 @@ def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
     lines = []
     for section, values in sections.items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in values.items()]
+        lines += [
+            f"{key} = {json.dumps(str(v) if isinstance(v, Path) else v)}"
+            for key, v in values.items()
+        ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -79,7 +89,13 @@ def train(ranks: int, *arguments: Any, cwd: Path | None = None) -> subprocess.Co
         script = [*launcher, *script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *script], capture_output=True, text=True, env=env, cwd=cwd, timeout=600, check=False
+        [sys.executable, *script],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=cwd,
+        timeout=600,
+        check=False,
     )
 
 

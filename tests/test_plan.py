@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], d
     out = tmp_path_factory.mktemp("plan")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     for ranks in (1, 2, 4):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *launcher, str(REPO / "tests" / "plan_worker.py"), str(ranks), str(out)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+            if ranks > 1
+            else []
+        )
+        command = [
+            sys.executable,
+            *launcher,
+            str(REPO / "tests" / "plan_worker.py"),
+            str(ranks),
+            str(out),
+        ]
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=240, check=False
+        )
         assert done.returncode == 0, done.stderr
     return {tuple(map(int, f.stem.split("_"))): torch.load(f) for f in out.glob("*.pt")}
 
@@ -49,7 +60,9 @@ def test_a_step_without_supervised_tokens_changes_nothing(results: dict, ranks: 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(results: dict, ranks: int) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    results: dict, ranks: int
+) -> None:
     """pytorch#46849."""
     for rank in range(ranks):
         found = results[ranks, rank]["not_finite"]
@@ -64,7 +77,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(results: di
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_experts_without_tokens_stay_as_they_are(results: dict, ranks: int, recompute: bool) -> None:
+def test_experts_without_tokens_stay_as_they_are(
+    results: dict, ranks: int, recompute: bool
+) -> None:
     """pytorch#126616: no rank misses a collective, and the norm is one number."""
     found = [results[ranks, rank][f"idle_{recompute}"] for rank in range(ranks)]
     assert all(f["norms"] == found[0]["norms"] for f in found)

@@ -14,7 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.runs import REPO, make_data, metrics, save_by_transformers, train, write_jsonl, write_recipe
+from tests.runs import (
+    REPO,
+    make_data,
+    metrics,
+    save_by_transformers,
+    train,
+    write_jsonl,
+    write_recipe,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +85,9 @@ BASE_FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("fault", BASE_FAULTS)
-def test_a_broken_base_is_one_clear_line_before_training(made: Path, fault: str, tmp_path: Path) -> None:
+def test_a_broken_base_is_one_clear_line_before_training(
+    made: Path, fault: str, tmp_path: Path
+) -> None:
     spoil, parts = BASE_FAULTS[fault]
     base = shutil.copytree(made / "base", tmp_path / "base")
     spoil(base)
@@ -135,7 +145,14 @@ def assert_one_line(result: subprocess.CompletedProcess, status: int, *parts: st
 
 
 def test_under_torchrun_rank_0_alone_says_what_is_wrong(made: Path, tmp_path: Path) -> None:
-    result = train(2, made / "recipe.toml", "--data.path", tmp_path / "none.jsonl", "--run.dir", tmp_path / "run")
+    result = train(
+        2,
+        made / "recipe.toml",
+        "--data.path",
+        tmp_path / "none.jsonl",
+        "--run.dir",
+        tmp_path / "run",
+    )
     assert result.returncode == 1  # torchrun's own
     assert result.stderr.count("train.py: ") == 1
     assert "none.jsonl" in result.stderr
@@ -145,7 +162,14 @@ def test_under_torchrun_rank_0_alone_says_what_is_wrong(made: Path, tmp_path: Pa
 def test_dry_run_resolves_everything_and_writes_nothing(made: Path) -> None:
     result = train(1, made / "recipe.toml", "--dry-run", "--optim.lr", "0.5")
     assert result.returncode == 0, result.stderr
-    for part in ("lr = 0.5", "parameters", "active", "learning rate by step", "rounding = \"exact\"", "memory"):
+    for part in (
+        "lr = 0.5",
+        "parameters",
+        "active",
+        "learning rate by step",
+        'rounding = "exact"',
+        "memory",
+    ):
         assert part in result.stdout
     assert not (made / "run").exists()
 
@@ -188,13 +212,19 @@ def test_near_zero_embedding_rows_are_counted_and_named(made: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_ends_the_run_after_the_step_with_what_it_has(made: Path, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_run_after_the_step_with_what_it_has(
+    made: Path, tmp_path: Path, number: int
+) -> None:
     run = tmp_path / "run"
     script = [sys.executable, str(REPO / "scripts" / "train.py"), str(made / "recipe.toml")]
     arguments = [*script, "--run.dir", str(run), "--train.steps", "100000"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        while process.poll() is None and not ((run / "metrics.jsonl").exists() and len(metrics_text(run)) > 2):
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        while process.poll() is None and not (
+            (run / "metrics.jsonl").exists() and len(metrics_text(run)) > 2
+        ):
             time.sleep(0.1)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)

@@ -22,7 +22,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path
     data = make_data(root)
     folders = {}
     for dtype in ("float32", "bfloat16"):
-        base = save_by_transformers(root / f"base_{dtype}", getattr(torch, dtype), data["tokenizer"])
+        base = save_by_transformers(
+            root / f"base_{dtype}", getattr(torch, dtype), data["tokenizer"]
+        )
         recipe = write_recipe(
             root / f"{dtype}.toml",
             model={"path": base},
@@ -55,7 +57,10 @@ def test_float32_losses_and_weights_do_not_depend_on_the_ranks(runs: dict, ranks
     for one, many in zip(alone, spread, strict=True):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-        assert (many["tokens"], many["supervised_tokens"]) == (one["tokens"], one["supervised_tokens"])
+        assert (many["tokens"], many["supervised_tokens"]) == (
+            one["tokens"],
+            one["supervised_tokens"],
+        )
         assert many["expert_load_max_over_mean"] == pytest.approx(one["expert_load_max_over_mean"])
     assert spread[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-5)
     expected = tensors(runs["float32", 1] / "final")
@@ -65,7 +70,9 @@ def test_float32_losses_and_weights_do_not_depend_on_the_ranks(runs: dict, ranks
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bfloat16_losses_do_not_depend_on_the_ranks(runs: dict, ranks: int) -> None:
-    for one, many in zip(metrics(runs["bfloat16", 1]), metrics(runs["bfloat16", ranks]), strict=True):
+    for one, many in zip(
+        metrics(runs["bfloat16", 1]), metrics(runs["bfloat16", ranks]), strict=True
+    ):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
 
@@ -102,11 +109,15 @@ def test_transformers_loads_the_export_and_computes_the_same(runs: dict, dtype: 
     from transformers import NemotronHForCausalLM
 
     final = runs[dtype, 4] / "final"
-    theirs, info = NemotronHForCausalLM.from_pretrained(final, output_loading_info=True, dtype=torch.float32)
+    theirs, info = NemotronHForCausalLM.from_pretrained(
+        final, output_loading_info=True, dtype=torch.float32
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     ours = load_pretrained(final, dtype=torch.float32)
-    input_ids = torch.randint(0, ours.config.vocab_size, (37,), generator=torch.Generator().manual_seed(5))
+    input_ids = torch.randint(
+        0, ours.config.vocab_size, (37,), generator=torch.Generator().manual_seed(5)
+    )
     with torch.no_grad():
         expected = theirs.eval()(input_ids[None], use_cache=False).logits[0]
         actual = ours.logits(ours(input_ids, torch.tensor([0, 37], dtype=torch.int32)))

@@ -1,4 +1,4 @@
-"""Real threads, a real tokenizer, a checkpoint saved by transformers, 4 ranks: the loss falls, and the export has it."""
+"""Real threads, a real tokenizer, a checkpoint saved by transformers, 4 ranks: the loss falls, the export has it."""
 
 import json
 import re
@@ -51,7 +51,6 @@ def test_real_threads_from_base_to_export(shared_dir: Path, tmp_path: Path) -> N
     )
     result = train(4, recipe)
     assert result.returncode == 0, result.stderr
-    print(result.stdout)
 
     evidence = json.loads((tmp_path / "run" / "evidence.json").read_text())
     measured = [m["eval_loss"] for m in metrics(tmp_path / "run") if "eval_loss" in m]
@@ -59,9 +58,13 @@ def test_real_threads_from_base_to_export(shared_dir: Path, tmp_path: Path) -> N
     assert evidence["eval_loss_before"] > measured[0] > measured[1]
     assert evidence["eval_loss_before"] - measured[1] > 0.5
 
-    twin = NemotronHForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float32).eval()
+    twin = NemotronHForCausalLM.from_pretrained(
+        tmp_path / "run" / "final", dtype=torch.float32
+    ).eval()
     loss, count = held_out_loss(twin, tmp_path / "held.jsonl", Tokenizer(tokenizer))
-    kept = int(re.search(r"^eval .* ([\d,]+) supervised", result.stdout, re.MULTILINE)[1].replace(",", ""))
+    kept = int(
+        re.search(r"^eval .* ([\d,]+) supervised", result.stdout, re.MULTILINE)[1].replace(",", "")
+    )
     assert count == kept
     assert loss == pytest.approx(measured[-1], rel=1e-5)
 

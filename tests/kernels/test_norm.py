@@ -26,9 +26,7 @@ def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 63, 1031])
-def test_gated_rms_norm_with_a_strided_gate(
-    tokens: int, groups: int, dtype: torch.dtype
-) -> None:
+def test_gated_rms_norm_with_a_strided_gate(tokens: int, groups: int, dtype: torch.dtype) -> None:
     """The gate is a column slice of the projection in the model."""
     width = 24
     inputs = normal(2, x=(tokens, width), wide=(tokens, width + 37), weight=(width,))

@@ -176,9 +176,7 @@ def test_weak_decay_carries_a_state_through_many_chunks() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "lengths", [(4, 5), (20, 1, 40, 2), (1, 1, 1), (CHUNK, CHUNK)], ids=str
-)
+@pytest.mark.parametrize("lengths", [(4, 5), (20, 1, 40, 2), (1, 1, 1), (CHUNK, CHUNK)], ids=str)
 def test_documents_do_not_meet(lengths: tuple[int, ...]) -> None:
     inputs = {name: x.float() for name, x in inputs_of(sum(lengths)).items()}
     fixed = {name: inputs.pop(name) for name in SMALL}
