@@ -67,10 +67,10 @@ CONFIG: dict[str, Any] = {
     "ssm_state_size": 32,
     "conv_kernel": 4,
     "chunk_size": 32,
-    "n_routed_experts": 16,
+    "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 128,
     "moe_shared_expert_intermediate_size": 128,
     "routed_scaling_factor": 1.0,
     "time_step_min": 0.001,
@@ -326,7 +326,7 @@ def _recipe(folder: Path) -> recipes.Recipe:
             micro_tokens=512,
         ),
         optim=recipes.Optim(lr=3e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99),
-        train=recipes.Train(steps=200, step_tokens=2048, eval_every=50, seed=SEED, keep="all"),
+        train=recipes.Train(steps=280, step_tokens=2048, eval_every=70, seed=SEED, keep="all"),
         run=recipes.Run(dir=str(RUN_FOLDER), replace=True, log_every=10),
     )
 

@@ -1,21 +1,28 @@
-"""The routed experts: gather rows into expert order, up, squared ReLU, down, combine.
+"""The routed experts, one after another: gather its tokens, up, squared ReLU, down, add to the tokens' sums.
 
 Math, for row r of token t and expert e with routing weight w[r]: z = up[e] @ x[t]; a = relu(z)^2;
-out[t] += down[e] @ (w[r] a). The weight is folded into a before the down product (F is narrower than D), so that
-combining is a plain sum.
+out[t] += down[e] @ (w[r] a). The weight is folded into a before the down product (F is narrower than D), so that combining is a plain sum.
 Backward, with da = down[e]^T @ dout[t]: dw[r] = <da, a>; dz = 2 relu(z) w[r] da; ddown[e] += outer(dout[t], w[r] a);
 dup[e] += outer(dz, x[t]); dx[t] += up[e]^T @ dz.
 
-Dtypes: products in the weights' dtype, sums over a token's K rows in float32.
-Memory: saved are the inputs, the tables of the routing and relu(z), (R, F); nothing of (R, D) is kept.
-Empty experts get zero gradients. Combining is a gather through the inverse permutation, so it is deterministic.
+Dtypes: products in the weights' dtype; what lies between them, and the sums over a token's K rows, in float32.
+Memory: saved are the inputs, the tables of the routing and relu(z), (R, F); of (R, D) only one expert's rows exist at a time.
+Empty experts get zero gradients. A token is at most once among an expert's rows and experts take turns, so sums have one order.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hymoe.kernels.launch import check_shape
+from hymoe.kernels.launch import arithmetic_dtype, check_shape
 from hymoe.kernels.route import Routing
+
+
+# A CPU's bfloat16 product is compiled for its shape when the shape is first seen (2.8 ms against 0.2 ms for 384 rows), and
+# row counts change with every batch: rounded up, they are few. Float32 products are not compiled.
+CPU_BF16_ROWS = 32
 
 
 def grouped_gemm_ref(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -47,14 +54,6 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-def _grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
-    """Weight gradients: (R, O) and (R, I) -> (E, O, I), the sum of outer products of each expert's rows."""
-    out = torch.zeros_like(like)
-    for e, rows in _spans(offsets):
-        torch.mm(left[rows].T, right[rows], out=out[e])
-    return out
-
-
 def _spans(offsets: Tensor) -> list[tuple[int, slice]]:
     """Experts that have rows, and which; asks the device once where the offsets are not on the host."""
     bounds = offsets.tolist()
@@ -63,17 +62,6 @@ def _spans(offsets: Tensor) -> list[tuple[int, slice]]:
         for e, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
         if b > a
     ]
-
-
-def _combine(rows: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """Sums the K rows of each token, (R, D) -> (T, D), in float32 and in the order of its choices."""
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return (
-        rows.index_select(0, routing.inverse.flatten())
-        .unflatten(0, routing.ids.shape)
-        .sum(1, dtype=wide)
-        .to(dtype)
-    )
 
 
 def expert_mlp_ref(
@@ -89,43 +77,83 @@ def expert_mlp_ref(
     return out.to(x.dtype)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows in expert order, each expert's rounded up with rows that have no weight.
+
+    Attributes:
+        token: (R',) int64.
+        weight: (R', 1) float32 routing weight, 0 for what was added.
+        place: (T*K,) int64, where each choice stands.
+        spans: experts that have rows, and which.
+    """
+
+    token: Tensor
+    weight: Tensor
+    place: Tensor
+    spans: list[tuple[int, slice]]
+
+    @classmethod
+    def of(cls, routing: Routing, weights: Tensor, multiple: int) -> "_Rows":
+        token = routing.order // routing.ids.shape[1]
+        weight = weights.flatten().index_select(0, routing.order)
+        place = routing.inverse.flatten()
+        if multiple == 1:
+            return cls(token, weight[:, None], place, _spans(routing.offsets))
+        starts, counts = routing.offsets[:-1], routing.counts
+        room = (counts + multiple - 1) // multiple * multiple
+        offsets = functional.pad(room.cumsum(0), (1, 0))
+        slots = torch.arange(token.numel(), device=token.device)
+        slots += (offsets[:-1] - starts).repeat_interleave(counts)
+        # What is added repeats the expert's first token: its numbers, times 0, bring in nothing foreign.
+        first = token[starts.clamp(max=token.numel() - 1)]
+        return cls(
+            first.repeat_interleave(room).index_copy_(0, slots, token),
+            weight.new_zeros(int(offsets[-1])).index_copy_(0, slots, weight)[:, None],
+            slots.index_select(0, place),
+            _spans(offsets),
+        )
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing
     ) -> Tensor:
-        token = routing.order // routing.ids.shape[1]
-        rows = x.index_select(0, token)  # (R, D)
-        relu = grouped_gemm(rows, up, routing.offsets).relu_()  # (R, F)
-        w = weights.flatten().index_select(0, routing.order)[:, None]  # (R, 1)
-        a = (relu.square() * w).to(x.dtype)
-        out = _combine(grouped_gemm(a, down, routing.offsets), routing, x.dtype)
+        shapes_cost = x.dtype == torch.bfloat16 and not x.is_cuda
+        table = _Rows.of(routing, weights, CPU_BF16_ROWS if shapes_cost else 1)
+        relu = x.new_empty(table.token.numel(), up.shape[1])  # (R', F)
+        out = torch.zeros(x.shape, dtype=arithmetic_dtype(x), device=x.device)
+        for e, rows in table.spans:
+            token = table.token[rows]
+            z = torch.mm(x.index_select(0, token), up[e].T, out=relu[rows]).relu_().to(out.dtype)
+            a = (z * z).mul_(table.weight[rows]).to(x.dtype)
+            out.index_add_(0, token, torch.mm(a, down[e].T).to(out.dtype))
         ctx.save_for_backward(x, weights, up, down, relu)
-        ctx.routing = routing
-        return out
+        ctx.table = table
+        return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         x, weights, up, down, relu = ctx.saved_tensors
-        routing = ctx.routing
-        token = routing.order // routing.ids.shape[1]
-        w = weights.flatten().index_select(0, routing.order)[:, None]
-        a = relu.square()
-        drows = dout.index_select(0, token)  # (R, D)
-        da = grouped_gemm(
-            drows, down.transpose(1, 2), routing.offsets
-        )  # (R, F), before the routing weight
-        dw = (da * a).sum(-1, dtype=weights.dtype)
-        ddown = _grouped_outer(drows, (a * w).to(x.dtype), routing.offsets, down)
-        dz = (
-            da.mul_(relu).mul_((2 * w).to(da.dtype))
-            if da.dtype == w.dtype
-            else (da * relu * (2 * w)).to(x.dtype)
-        )
-        dup = _grouped_outer(dz, x.index_select(0, token), routing.offsets, up)
-        dx = _combine(grouped_gemm(dz, up.transpose(1, 2), routing.offsets), routing, x.dtype)
-        dweights = dw.index_select(0, routing.inverse.flatten()).view_as(weights)
-        return dx, dweights, dup, ddown, None
+        table = ctx.table
+        dw = torch.empty(table.token.numel(), dtype=weights.dtype, device=x.device)
+        dup, ddown = torch.empty_like(up), torch.empty_like(down)
+        dx = torch.zeros(x.shape, dtype=arithmetic_dtype(x), device=x.device)
+        for e in set(range(up.shape[0])) - {e for e, _ in table.spans}:
+            dup[e], ddown[e] = 0, 0
+        for e, rows in table.spans:
+            token, w = table.token[rows], table.weight[rows]
+            d = dout.index_select(0, token)
+            z = relu[rows].to(dx.dtype)
+            da = torch.mm(d, down[e]).to(dx.dtype).mul_(z)  # times relu(z), before the routing weight
+            dw[rows] = (da * z).sum(-1)
+            torch.mm(d.T, (z * z).mul_(w).to(x.dtype), out=ddown[e])
+            dz = da.mul_(2 * w).to(x.dtype)
+            torch.mm(dz.T, x.index_select(0, token), out=dup[e])
+            dx.index_add_(0, token, torch.mm(dz, up[e]).to(dx.dtype))
+        dweights = dw.index_select(0, table.place).view_as(weights)
+        return dx.to(x.dtype), dweights, dup, ddown, None
 
 
 def expert_mlp(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing) -> Tensor:

@@ -19,6 +19,7 @@ from hymoe.kernels.launch import arithmetic_dtype, check_shape
 
 IGNORE = -100  # label of a token without supervision
 CHUNK_BYTES = 1 << 28  # of float32 logits: 512 rows of a 131,072-word vocabulary
+CPU_CHUNK_BYTES = 1 << 23  # where every pass over a chunk should find it in cache
 
 
 def linear_cross_entropy_ref(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -38,22 +39,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = _logits(hidden.index_select(0, chunk), weight)
                 total += _row_losses(logits, labels.index_select(0, chunk)).sum()
             return total
-        dweight = torch.zeros_like(weight, dtype=wide)
-        drows = torch.empty(rows.numel(), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        drows = hidden.new_empty(rows.numel(), hidden.shape[1])
         for chunk, dchunk in zip(
             rows.split(chunk_rows(weight)), drows.split(chunk_rows(weight)), strict=True
         ):
             h = hidden.index_select(0, chunk)
             target = labels.index_select(0, chunk)
-            logits = _logits(h, weight)
-            lse = torch.logsumexp(logits, -1, keepdim=True)
-            picked, valid = _pick(logits, target)
-            total += torch.where(valid, lse[:, 0] - picked, torch.nan).sum()
-            dz = logits.sub_(lse).exp_()
-            dz.scatter_add_(
-                1, target.clamp(0, weight.shape[0] - 1)[:, None], -valid[:, None].to(wide)
-            )
-            dz = dz.masked_fill_(~valid[:, None], torch.nan).to(hidden.dtype)
+            dz = _logits(h, weight)
+            picked, valid = _pick(dz, target)
+            largest = dz.amax(-1, keepdim=True)
+            total_exp = dz.sub_(largest).exp_().sum(-1, keepdim=True)
+            lse = total_exp.log().add_(largest)[:, 0]
+            total += torch.where(valid, lse - picked, torch.nan).sum()
+            # softmax - onehot, or NaN in the whole row
+            dz.mul_(torch.where(valid[:, None], 1 / total_exp, torch.nan))
+            dz.scatter_add_(1, _clamped(target, weight), dz.new_full((len(chunk), 1), -1))
+            dz = dz.to(hidden.dtype)
             torch.mm(dz, weight, out=dchunk)
             if dweight.dtype == dz.dtype:
                 dweight.addmm_(dz.T, h)
@@ -72,8 +74,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def chunk_rows(weight: Tensor) -> int:
-    """Rows whose float32 logits fill CHUNK_BYTES."""
-    return max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    """Rows whose float32 logits fill a chunk."""
+    size = CHUNK_BYTES if weight.is_cuda else CPU_CHUNK_BYTES
+    return max(1, size // (4 * weight.shape[0]))
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -84,10 +87,15 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return (hidden @ weight.T).to(wide)
 
 
+def _clamped(target: Tensor, weight: Tensor) -> Tensor:
+    """(rows, 1), every target a word of the vocabulary."""
+    return target.clamp(0, weight.shape[0] - 1)[:, None]
+
+
 def _pick(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logit of each row's target, and whether the target is a word of the vocabulary."""
     valid = (target >= 0) & (target < logits.shape[1])
-    return logits.gather(1, target.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], valid
+    return logits.gather(1, _clamped(target, logits.T))[:, 0], valid
 
 
 def _row_losses(logits: Tensor, target: Tensor) -> Tensor:

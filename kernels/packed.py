@@ -20,22 +20,14 @@ class Block:
         rows: the tokens of the row that the block holds.
         chunks: n, number of chunks.
         slots: int64, the place of each of those tokens among the n*Q slots; None where every slot has a token.
-        followers: numbers of the chunks whose predecessor in the document is the chunk before, in this block.
-        enters: whether the block's first chunk continues the last chunk of the block before.
-        leaves: whether the block's last chunk is continued by the next block.
+        continued: of the numbers 0..n those of the chunks that continue the document of the chunk before; 0 continues the
+            block before, n is the first chunk of the next block.
     """
 
     rows: slice
     chunks: int
     slots: torch.Tensor | None
-    followers: tuple[int, ...]
-    enters: bool
-    leaves: bool
-
-    @property
-    def has_states(self) -> bool:
-        """Whether anything passes from chunk to chunk here."""
-        return self.enters or self.leaves or bool(self.followers)
+    continued: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -175,9 +167,7 @@ class Packed:
                     slice(int(starts[first]), int(starts[last])),
                     last - first,
                     None if is_full else self._on_device(slots),
-                    tuple(int(i) for i in np.flatnonzero(number[first:last]) if i > 0),
-                    bool(number[first]),
-                    last < len(number) and bool(number[last]),
+                    frozenset(np.flatnonzero(number[first : last + 1]).tolist()),
                 )
             )
         return tuple(blocks)

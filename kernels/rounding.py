@@ -161,22 +161,27 @@ def round_with_bits(x: Tensor, bits: Tensor) -> Tensor:
     Returns:
         (n,) bf16.
     """
-    raw = _quiet(x.view(torch.int32))
+    raw = _quiet(x)
     # Room up to the largest finite pattern that truncates to the largest BF16; none at and past infinity.
     room = (raw & _MAGNITUDE).neg_().add_(_LARGEST_BF16 + 0xFFFF).clamp_(min=0)
     return (
-        raw.add_(torch.minimum(bits, room))
+        room.clamp_(max=bits)
+        .add_(raw)
         .bitwise_right_shift_(16)
         .to(torch.int16)
         .view(torch.bfloat16)
     )
 
 
-def _quiet(raw: Tensor) -> Tensor:
-    """float32 bits, int32 -> a new tensor of them in which NaNs are quiet and have no low half.
+def _quiet(x: Tensor) -> Tensor:
+    """float32 -> its bits, int32, in which NaNs are quiet and have no low half; not to be written to.
 
-    Without comparisons and `where`, which cost ten times an integer operation on a CPU.
+    Without comparisons and `where`, which cost ten times an integer operation on a CPU; and there a sum that is
+    no NaN tells that no element is one.
     """
+    raw = x.view(torch.int32)
+    if x.device.type == "cpu" and not x.sum().isnan():
+        return raw
     is_nan = (raw & _MAGNITUDE).neg_().add_(_INFINITY).bitwise_right_shift_(31)  # -1 or 0
     return (raw | (is_nan & (_QUIET | 0xFFFF))).bitwise_xor_(is_nan.bitwise_and_(0xFFFF))
 
@@ -229,10 +234,9 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         weight: bf16, same shape. remainder: int16, same shape. A NaN has remainder 0.
     """
-    raw = _quiet(master.view(torch.int32))
-    high = (raw + 0x8000).bitwise_right_shift_(16)
-    remainder = raw.sub_(high << 16).to(torch.int16)
-    return high.to(torch.int16).view(torch.bfloat16), remainder
+    raw = _quiet(master)
+    high = (raw + 0x8000).bitwise_right_shift_(16).to(torch.int16)
+    return high.view(torch.bfloat16), raw.to(torch.int16)  # the low half is raw - (high << 16)
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -245,7 +249,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     Returns:
         float32, same shape.
     """
-    high = weight.view(torch.int16).to(torch.int32) << 16
+    high = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return high.add_(remainder).view(torch.float32)
 
 

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from hymoe.engine.errors import UserError
 from hymoe.model.config import HybridConfig
 from hymoe.model.names import mtp_specs
 from tests.tiny import BASE
@@ -28,6 +31,15 @@ def save_reference(folder: Path, *, dtype: str = "float32", seed: int = 0, **cha
         for tensor in [*lm.parameters(), *lm.buffers()]:
             tensor.add_(torch.randn(tensor.shape) * 0.1)
     lm.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def save_sharded(folder: Path) -> Path:
+    """The same in BF16, several shards, mtp tensors; 97 tokens and 5 experts divide by no number of ranks."""
+    mtp = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]}
+    save_reference(folder, dtype="bfloat16", n_routed_experts=5, max_shard_size="60KB", **mtp)
+    add_mtp(folder)
+    assert len(list(folder.glob("*.safetensors"))) >= 3
     return folder
 
 
@@ -79,3 +91,13 @@ def file_digests(folder: Path) -> dict[str, str]:
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
     }
+
+
+def refused(action: Callable[[], Any], *words: str) -> str:
+    """The action is refused with one line that holds all the words."""
+    with pytest.raises(UserError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == [], message
+    return message

@@ -6,15 +6,13 @@ import re
 import shutil
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from hymoe.engine import hf_index, hf_plan
-from hymoe.engine.errors import UserError
+from hymoe.engine import hf_index
 from hymoe.engine.hf_checkpoint import (
     Checkpoint,
     load_pretrained,
@@ -22,8 +20,8 @@ from hymoe.engine.hf_checkpoint import (
     read_config,
     save_pretrained,
 )
-from tests.hf_folder import INDEX, rewrite
-from tests.tiny import tiny_config, tiny_lm
+from tests.hf_folder import INDEX, refused, rewrite
+from tests.tiny import tiny_lm
 
 SINGLE = "model.safetensors"
 EXPERT = "backbone.layers.1.mixer.experts.3.up_proj.weight"
@@ -65,16 +63,6 @@ def no_data(monkeypatch):
         pytest.fail("data was read before everything was checked")
 
     monkeypatch.setattr(hf_index, "_pread", refuse)
-
-
-def refused(action, *words):
-    """The action is refused with one line that holds all the words."""
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert [word for word in words if word not in message] == [], message
-    return message
 
 
 def load_is_refused(folder, *words):
@@ -456,58 +444,3 @@ def test_quantised_mtp_tensors_are_not_ours(single):
     scale = {"mtp.layers.0.eh_proj.weight_scale": torch.ones(1)}
     rewrite(single, lambda t: {**t, **scale})
     assert load_pretrained(single)
-
-
-# Export.
-
-
-@pytest.mark.parametrize("size", ["", "5 XB", "-1GB", "0", 0, "GB", "1e9", "0.1KB5"])
-def test_shard_size_that_is_no_size(size, tmp_path):
-    refused(lambda: save_pretrained(tiny_lm(), tmp_path / "out", max_shard_size=size), repr(size))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("size", "number"),
-    [("4GB", 4 * 10**9), ("1.5 kib", 1536), ("500MiB", 500 << 20), (77, 77), ("77", 77)],
-)
-def test_shard_sizes(size, number):
-    assert hf_plan._size(size) == number
-
-
-def test_targets_that_are_taken(tmp_path, good):
-    lm = load_pretrained(good)
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thing.txt").write_text("x")
-    before = sorted(path.as_posix() for path in tmp_path.rglob("*"))
-    refused(lambda: save_pretrained(lm, tmp_path / "file"), "file", "expected a folder")
-    refused(lambda: save_pretrained(lm, tmp_path / "full"), "full", "not empty", "thing.txt")
-    refused(lambda: save_pretrained(lm, good), "base", "not empty")
-    refused(lambda: save_pretrained(lm, tmp_path / "file" / "out"), "file")
-    assert sorted(path.as_posix() for path in tmp_path.rglob("*")) == before
-
-
-def test_bases_that_do_not_fit(single, tmp_path):
-    lm = load_pretrained(single)
-    refused(lambda: save_pretrained(lm, tmp_path / "out", base=tmp_path / "gone"), "gone")
-    rewrite(single, without(EXPERT))
-    refused(lambda: save_pretrained(lm, tmp_path / "out"), EXPERT, "missing")
-    bare = tiny_lm()
-    object.__setattr__(bare, "config", tiny_config())
-    object.__setattr__(bare.config, "raw", {})
-    refused(lambda: save_pretrained(bare, tmp_path / "out"), "no base folder and no config.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
-
-
-def test_disk_that_is_too_small(good, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_plan.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    refused(lambda: save_pretrained(load_pretrained(good), tmp_path / "out"), "out", "GB are free")
-    assert not list(tmp_path.iterdir())
-
-
-def test_config_of_the_base_that_cannot_come_along(single, tmp_path):
-    lm = load_pretrained(single)
-    (single / "config.json").rename(tmp_path / "config.json")
-    (single / "config.json").symlink_to(tmp_path / "config.json")
-    refused(lambda: save_pretrained(lm, tmp_path / "out"), "config.json", "link out of the folder")

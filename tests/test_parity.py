@@ -1,10 +1,12 @@
 """Logits and every gradient against transformers' `nemotron_h`, float32 on a CPU (design: Numerics 1)."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.close import assert_close_rel
+from tests.close import assert_close_rel, relative_error
 from tests.tiny import our_name, reference_twin, tiny_lm
 
 BOUND = 1e-5
@@ -66,3 +68,24 @@ def test_logits_and_gradients_equal_the_reference(name: str, recompute: bool) ->
     assert gradients.keys() == {n for n, _ in lm.named_parameters()}
     for parameter, ours in lm.named_parameters():
         assert_close_rel(ours.grad, gradients[parameter], BOUND, f"{name}: gradient of {parameter}")
+
+
+def test_deep_and_wild_errs_no_more_than_twice_the_reference() -> None:
+    """26 layers of std 0.1: A_log, D and dt_bias have four values each, whose gradients are sums that nearly cancel."""
+    lm = tiny_lm(seed=2, **{**CONFIGS["deep-26"], "initializer_range": 0.1})
+    twin, exact = reference_twin(lm), copy.deepcopy(lm).double()
+    input_ids = torch.randint(0, 97, (53,), generator=torch.Generator().manual_seed(1))
+    labels = functional.pad(input_ids[1:], (0, 1), value=-100)
+    cu_seqlens = torch.tensor([0, 53], dtype=torch.int32)
+    for model in (lm, exact):
+        model.loss(input_ids, labels, cu_seqlens)[0].backward()
+    logits = twin(input_ids[None], use_cache=False).logits[0]
+    functional.cross_entropy(logits, labels, reduction="sum").backward()
+
+    def worst(gradients: dict[str, torch.Tensor]) -> float:
+        truth = {name: p.grad for name, p in exact.named_parameters()}
+        return max(relative_error(gradients[name], truth[name]) for name in truth)
+
+    ours = worst({name: p.grad for name, p in lm.named_parameters()})
+    theirs = worst({our_name(name): p.grad for name, p in twin.named_parameters()})
+    assert ours <= 2 * theirs, f"worst gradient: {ours:.2g}, the reference's {theirs:.2g}"

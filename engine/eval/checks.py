@@ -23,10 +23,11 @@ from hymoe.engine.errors import UserError
 
 RELATIONS = ("less than", "at least")
 FENCE = re.compile(r"^```(?:json)?[ \t]*\r?\n(.*?)\r?\n?```$", re.IGNORECASE | re.DOTALL)
-# A full stop after one of these, or after a single letter, does not end a sentence.
+# A full stop after one of these, or after single letters (J. Smith, 5 p.m.), does not end a sentence.
 ABBREVIATIONS = frozenset(
-    ["dr", "mr", "mrs", "ms", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "cf", "approx"]
+    ["dr", "mr", "mrs", "ms", "prof", "st", "jr", "sr", "vs", "etc", "cf", "approx"]
 )
+LETTERS = re.compile(r"[^\W\d_](?:\.[^\W\d_])*")
 SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
 
 
@@ -119,7 +120,7 @@ def count_sentences(text: str) -> int:
         before = text[start : end.start()].split()
         last = before[-1].lstrip("\"'([").lower() if before else ""
         is_stop = end.group().rstrip("\"')]") == "."
-        is_short = last in ABBREVIATIONS or re.fullmatch(r"[^\W\d_]", last) is not None
+        is_short = last in ABBREVIATIONS or LETTERS.fullmatch(last) is not None
         closes_text = not text[end.end() :].strip()
         if before and (closes_text or not (is_stop and is_short)):
             count, start = count + 1, end.end()

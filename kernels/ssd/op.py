@@ -11,9 +11,9 @@ of dt*a is the sum of ds over the rest of the chunk.
 Chunks begin anew with each document (`Packed.blocks`), so nothing can cross a boundary. They are worked on in blocks
 whose temporaries fit a core's cache; a document's results depend on where it lies in the row by rounding at most.
 
-Shapes inside a block of n chunks: (n, G, R, Q, P) and (n, G, Q, R, P) with R = H/G heads in a group.
+Shapes inside a block of n chunks: R = H/G heads of a group, J = n*G pairs of a chunk and a group.
 Dtypes: arithmetic in float32; s, its differences and its gradient in float64, because they cancel; y in x's dtype.
-Memory: saved are the inputs and the states that enter the chunks, (C, G, N, R, P) float32; the rest is computed again.
+Memory: saved are the inputs and the states between chunks, about (C, N, H, P) float32; the rest is computed again.
 Source: Dao and Gu 2024, section 6.
 """
 
@@ -35,63 +35,63 @@ class _Chunks:
     """The inputs of a block as the products want them; unused slots are zeros."""
 
     x: Tensor  # (n, Q, G, R, P)
-    step: Tensor  # (n, Q, G, R)
-    s: Tensor  # (n, Q, G, R) float64
-    b: Tensor  # (n, G, Q, N)
-    c: Tensor  # (n, G, Q, N)
-    decay: Tensor  # (n, G, R, Q, Q), exp(s[i] - s[j]) for j <= i, else 0
-    scores: Tensor  # (n, G, Q, Q), c . b
+    step: Tensor  # (n, Q, G, R, 1)
+    b: Tensor  # (J, Q, N)
+    c: Tensor  # (J, Q, N)
+    scores: Tensor  # (J, 1, Q, Q), c . b
+    decay: Tensor  # (J, R, Q, Q), exp(s[i] - s[j]) for j <= i, else 0
     from_start: Tensor  # (n, Q, G, R, 1), exp(s[i])
     to_end: Tensor  # (n, Q, G, R, 1), exp(s[Q-1] - s[j])
     through: Tensor  # (n, G, 1, R, 1), exp(s[Q-1])
 
-    @property
-    def xdt(self) -> Tensor:
-        """(n, G, R, Q, P) contiguous."""
-        return _contiguous_product(
-            self.x.permute(0, 2, 3, 1, 4), self.step.permute(0, 2, 3, 1)[..., None]
+    @classmethod
+    def load(
+        cls, block: Block, size: int, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor
+    ) -> "_Chunks":
+        """Reads the rows of a block, whatever their dtype and strides."""
+        groups = b.shape[1]
+        split = lambda t: t.unflatten(2, (groups, -1))  # noqa: E731  (n, Q, H, ...) -> (n, Q, G, R, ...)
+        cut = lambda t: _into_slots(t, block, size, step.dtype)  # noqa: E731
+        wide = lambda t: torch.exp(t).to(step.dtype)[..., None]  # noqa: E731
+        s = split(_into_slots(rate, block, size, torch.float64).cumsum(1))  # (n, Q, G, R)
+        last = s[:, -1:]
+        by_head = s.permute(0, 2, 3, 1).flatten(0, 1).contiguous()  # (J, R, Q)
+        # exp of all differences, then zeros above the diagonal, where it may have become infinite.
+        decay = (by_head[..., :, None] - by_head[..., None, :]).to(step.dtype).exp_().tril_()
+        b, c = (cut(t).transpose(1, 2).contiguous().flatten(0, 1) for t in (b, c))
+        return cls(
+            x=split(cut(x)),
+            step=split(cut(step))[..., None],
+            b=b,
+            c=c,
+            scores=torch.bmm(c, b.transpose(1, 2))[:, None],
+            decay=decay,
+            from_start=wide(s),
+            to_end=wide(last - s),
+            through=wide(last).transpose(1, 2),
         )
 
-    @property
-    def kept(self) -> Tensor:
-        """(n, G, Q, R*P) contiguous: dt x as it stands at the chunk's end."""
-        weight = self.to_end * self.step[..., None]
-        return _contiguous_product(self.x.transpose(1, 2), weight.transpose(1, 2)).flatten(3)
+    def by_head(self, left: Tensor, right: Tensor) -> Tensor:
+        """Product of two (n, Q, G, R, P) or (n, Q, G, R, 1), laid out as (J, R, Q, P)."""
+        return _product(left, right, (0, 2, 3, 1, 4)).flatten(0, 1)
+
+    def by_token(self, left: Tensor, right: Tensor) -> Tensor:
+        """Product of two (n, Q, G, R, P) or (n, Q, G, R, 1), laid out as (J, Q, R*P)."""
+        return _product(left, right, (0, 2, 1, 3, 4)).flatten(0, 1).flatten(2)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """(J, Q, R*P) or (J, R, Q, P) seen as (n, Q, G, R, P)."""
+        groups, heads = self.x.shape[2:4]
+        if rows.dim() == 4:
+            return rows.unflatten(0, (-1, groups)).permute(0, 3, 1, 2, 4)
+        return rows.unflatten(0, (-1, groups)).unflatten(3, (heads, -1)).transpose(1, 2)
 
 
-def _contiguous_product(left: Tensor, right: Tensor) -> Tensor:
-    """left * right, broadcast to left's shape and laid out in its order of dimensions."""
+def _product(left: Tensor, right: Tensor, order: tuple[int, ...]) -> Tensor:
+    """left * right, contiguous in another order of dimensions, in one pass."""
+    left, right = left.permute(order), right.permute(order)
     out = torch.empty(left.shape, dtype=left.dtype, device=left.device)
     return torch.mul(left, right, out=out)
-
-
-def _load(
-    block: Block, size: int, x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor
-) -> _Chunks:
-    """Reads the rows of a block, whatever their dtype and strides, and derives what both passes need."""
-    groups = b.shape[1]
-    split = lambda t: t.unflatten(2, (groups, -1))  # noqa: E731  (n, Q, H, ...) -> (n, Q, G, R, ...)
-    cut = lambda t: _into_slots(t, block, size, step.dtype)  # noqa: E731
-    s = split(_into_slots(rate, block, size, torch.float64).cumsum(1))
-    by_head = s.permute(0, 2, 3, 1).contiguous()  # (n, G, R, Q)
-    # exp of all differences, then zeros above the diagonal, where it may have become infinite.
-    decay = (by_head[..., :, None] - by_head[..., None, :]).to(step.dtype).exp_()
-    decay.flatten(0, 2).tril_()
-    b, c = (cut(t).transpose(1, 2) for t in (b, c))
-    last = s[:, -1:]
-    wide = lambda t: torch.exp(t).to(step.dtype)[..., None]  # noqa: E731
-    return _Chunks(
-        x=split(cut(x)),
-        step=split(cut(step)),
-        s=s,
-        b=b,
-        c=c,
-        decay=decay,
-        scores=c @ b.transpose(2, 3),
-        from_start=wide(s),
-        to_end=wide(last - s),
-        through=wide(last).transpose(1, 2),
-    )
 
 
 def _into_slots(x: Tensor, block: Block, size: int, dtype: torch.dtype) -> Tensor:
@@ -104,38 +104,34 @@ def _into_slots(x: Tensor, block: Block, size: int, dtype: torch.dtype) -> Tenso
 
 
 def _from_slots(out: Tensor, block: Block, slots: Tensor) -> None:
-    """Writes (n, Q, ...) to the block's rows of `out`, (T, ...), in its dtype."""
-    rows = slots.flatten(0, 1)
-    if block.slots is not None:
-        rows = rows.index_select(0, block.slots)
-    out[block.rows] = rows.view(out[block.rows].shape)
+    """Writes (n, Q, G, ...) to the block's rows of `out`, (T, G*..., ...), in its dtype."""
+    rows = out[block.rows]
+    if block.slots is None:
+        rows.view(slots.shape).copy_(slots)
+    else:
+        rows.copy_(slots.flatten(0, 1).index_select(0, block.slots).view(rows.shape))
 
 
-def _pass_on(
-    added: Tensor, through: Tensor, block: Block, state: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Step 3: the states that enter each chunk, (n, G, N, R, P), and the one that leaves the block."""
-    enter = torch.empty_like(added)
+def _pass_on(states: Tensor, through: Tensor, block: Block) -> None:
+    """Step 3 in place: (n+1, G, N, R, P), the state before the block and what each chunk adds -> the state before
+    each chunk and behind the last; zeros where a document begins.
+    """
     for k in range(block.chunks):
-        if k in block.followers:
-            torch.addcmul(added[k - 1], through[k - 1], enter[k - 1], out=enter[k])
+        if k + 1 in block.continued:
+            states[k + 1].addcmul_(through[k], states[k])
         else:
-            enter[k] = state if k == 0 and block.enters else 0
-    return enter, torch.addcmul(added[-1], through[-1], enter[-1]) if block.leaves else None
+            states[k + 1] = 0
 
 
-def _pass_back(
-    denter: Tensor, through: Tensor, block: Block, dstate: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of what each chunk adds, and of the state that entered the block; spoils `denter`."""
-    dadded = torch.empty_like(denter)
+def _pass_back(dstates: Tensor, through: Tensor, block: Block) -> None:
+    """The gradients of the same: (n+1, G, N, R, P), of what each chunk reads and of the state behind the block -> of
+    the state before each chunk; number k+1 is that of what chunk k adds, too.
+    """
     for k in reversed(range(block.chunks)):
-        if k + 1 in block.followers:
-            dadded[k] = denter[k + 1]
+        if k in block.continued:
+            dstates[k].addcmul_(through[k], dstates[k + 1])
         else:
-            dadded[k] = dstate if k == block.chunks - 1 and block.leaves else 0
-        denter[k].addcmul_(through[k], dadded[k])
-    return dadded, denter[0] if block.enters else None
+            dstates[k] = 0
 
 
 class _Scan(torch.autograd.Function):
@@ -152,91 +148,103 @@ class _Scan(torch.autograd.Function):
         size: int,
     ) -> Tensor:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        entered, state = [], None
+        saved: list[Tensor | None] = []
         weight = skip.view(b.shape[1], -1, 1)  # (G, R, 1)
-        split = (weight.shape[1], x.shape[2])
+        last = None  # the states of the block before
         for block in blocks:
-            k = _load(block, size, x, step, rate, b, c)
-            inside = (k.scores[:, :, None] * k.decay) @ k.xdt  # (n, G, R, Q, P)
-            out = inside.permute(0, 3, 1, 2, 4)  # (n, Q, G, R, P)
-            enter = None
-            if block.has_states:
-                added = (k.b.transpose(2, 3) @ k.kept).unflatten(3, split)  # (n, G, N, R, P)
-                enter, state = _pass_on(added, k.through, block, state)
-                read = (k.c @ enter.flatten(3)).unflatten(3, split).transpose(1, 2)
-                out.addcmul_(read, k.from_start)
+            k = _Chunks.load(block, size, x, step, rate, b, c)
+            out = k.tokens((k.scores * k.decay) @ k.by_head(k.x, k.step))  # (n, Q, G, R, P)
+            states = None
+            if block.continued:
+                states = _states_like(k)
+                states[0] = last[-1] if 0 in block.continued else 0
+                kept = k.by_token(k.x, k.step * k.to_end)
+                torch.bmm(k.b.transpose(1, 2), kept, out=_by_group(states[1:]))
+                _pass_on(states, k.through, block)
+                out.addcmul_(k.tokens(torch.bmm(k.c, _by_group(states[:-1]))), k.from_start)
             _from_slots(y, block, out.addcmul_(k.x, weight))
-            entered.append(enter)
-        ctx.save_for_backward(x, step, rate, b, c, skip, *entered)
+            saved.append(states)
+            last = states
+        ctx.save_for_backward(x, step, rate, b, c, skip, *saved)
         ctx.blocks, ctx.size = blocks, size
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, step, rate, b, c, skip, *entered = ctx.saved_tensors
+        x, step, rate, b, c, skip, *saved = ctx.saved_tensors
         dx, db, dc = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, b, c))
-        dstep, drate = torch.empty_like(step), torch.empty_like(rate)
-        dskip, dstate = torch.zeros_like(skip), None
+        dstep, drate, dskip = torch.empty_like(step), torch.empty_like(rate), 0
         weight = skip.view(b.shape[1], -1, 1)
-        for block, enter in zip(reversed(ctx.blocks), reversed(entered), strict=True):
-            k = _load(block, ctx.size, x, step, rate, b, c)
+        dlast = None  # of the states before the block behind
+        for block, states in zip(reversed(ctx.blocks), reversed(saved), strict=True):
+            k = _Chunks.load(block, ctx.size, x, step, rate, b, c)
             dy_block = _into_slots(dy, block, ctx.size, step.dtype).view(k.x.shape)
             dxdt, ds, db_block, dc_block = _inside_backward(k, dy_block)
-            if enter is not None:
-                more, dstate = _states_backward(k, dy_block, enter, block, dstate)
-                dxdt, ds, db_block, dc_block = (
+            if states is not None:
+                more, dlast = _states_backward(k, dy_block, states, block, dlast)
+                for one, other in zip((dxdt, ds, db_block, dc_block), more, strict=True):
                     one.add_(other)
-                    for one, other in zip((dxdt, ds, db_block, dc_block), more, strict=True)
-                )
+            split = lambda t: t.unflatten(0, (-1, b.shape[1])).transpose(1, 2)  # noqa: E731, B023
+            dskip = dskip + (dy_block * k.x).sum((0, 1, 4)).flatten()
+            _from_slots(dstep, block, (dxdt * k.x).sum(-1))
             # Backwards running sum: s[i] holds the rate of every token up to i.
-            drate_block = ds.sum(1, keepdim=True) - ds.cumsum(1) + ds
-            dstep_block = (dxdt * k.x).sum(-1)
-            dskip += (dy_block * k.x).sum((0, 1, 4)).flatten()
-            dx_block = dxdt.mul_(k.step[..., None]).addcmul_(dy_block, weight)
-            _from_slots(dx, block, dx_block)
-            _from_slots(dstep, block, dstep_block)
-            _from_slots(drate, block, drate_block)
-            _from_slots(db, block, db_block.transpose(1, 2))
-            _from_slots(dc, block, dc_block.transpose(1, 2))
+            _from_slots(drate, block, ds.sum(1, keepdim=True) - ds.cumsum(1) + ds)
+            _from_slots(dx, block, dxdt.mul_(k.step).addcmul_(dy_block, weight))
+            _from_slots(db, block, split(db_block))
+            _from_slots(dc, block, split(dc_block))
         return dx, dstep, drate, db, dc, dskip, None, None
 
 
+def _states_like(k: _Chunks) -> Tensor:
+    """(n+1, G, N, R, P), not yet written."""
+    chunks, _, groups, heads, width = k.x.shape
+    return k.x.new_empty(chunks + 1, groups, k.b.shape[-1], heads, width)
+
+
+def _by_group(states: Tensor) -> Tensor:
+    """(n, G, N, R, P) -> (J, N, R*P), a view."""
+    return states.flatten(0, 1).flatten(2)
+
+
 def _inside_backward(k: _Chunks, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Step 1: gradients of dt x (n, Q, G, R, P), s (n, Q, G, R) float64, b and c (n, G, Q, N)."""
-    dy = dy.permute(0, 2, 3, 1, 4).contiguous()  # (n, G, R, Q, P)
-    m = k.scores[:, :, None] * k.decay
-    dxdt = m.transpose(3, 4) @ dy
-    dm = (dy @ k.xdt.transpose(3, 4)).mul_(k.decay)  # (n, G, R, Q, Q)
-    dscores = dm.sum(2)
-    dm.mul_(k.scores[:, :, None])
-    dm = dm.double()
-    ds = dm.sum(4) - dm.sum(3)  # (n, G, R, Q)
-    db, dc = dscores.transpose(2, 3) @ k.c, dscores @ k.b
-    return dxdt.permute(0, 3, 1, 2, 4), ds.permute(0, 3, 1, 2), db, dc
+    """Step 1: gradients of dt x (n, Q, G, R, P), s (n, Q, G, R) float64, b and c (J, Q, N)."""
+    dy = k.by_head(dy, torch.ones_like(k.step))  # (J, R, Q, P)
+    dxdt = k.tokens((k.scores * k.decay).transpose(2, 3) @ dy)
+    dm = (dy @ k.by_head(k.x, k.step).transpose(2, 3)).mul_(k.decay)  # (J, R, Q, Q)
+    dscores = dm.sum(1)
+    both = dm.mul_(k.scores).double()
+    ds = (both.sum(3) - both.sum(2))[..., None]  # (J, R, Q, 1)
+    return (
+        dxdt,
+        k.tokens(ds)[..., 0],
+        torch.bmm(dscores.transpose(1, 2), k.c),
+        torch.bmm(dscores, k.b),
+    )
 
 
 def _states_backward(
-    k: _Chunks, dy: Tensor, enter: Tensor, block: Block, dstate: Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+    k: _Chunks, dy: Tensor, states: Tensor, block: Block, dlast: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Steps 2 to 4: the same gradients as step 1's, and that of the state that entered the block."""
-    dread = _contiguous_product(dy.transpose(1, 2), k.from_start.transpose(1, 2))
-    flat = enter.flatten(3)  # (n, G, N, R*P)
-    read = (k.c @ flat).view(dread.shape)  # (n, G, Q, R, P)
-    ds = read.mul_(dread).sum(4).transpose(1, 2).double()
-    dread = dread.flatten(3)
-    dc = dread @ flat.transpose(2, 3)
-    denter = (k.c.transpose(2, 3) @ dread).view(enter.shape)
-    dadded, dstate = _pass_back(denter, k.through, block, dstate)
+    enter = _by_group(states[:-1])
+    dread = k.by_token(dy, k.from_start)  # (J, Q, R*P)
+    read = torch.bmm(k.c, enter)
+    ds = k.tokens(read.mul_(dread)).sum(-1).double()
+    dc = torch.bmm(dread, enter.transpose(1, 2))
+    dstates = torch.empty_like(states)
+    dstates[-1] = dlast if block.chunks in block.continued else 0
+    torch.bmm(k.c.transpose(1, 2), dread, out=_by_group(dstates[:-1]))
+    _pass_back(dstates, k.through, block)
 
-    dthrough = (dadded * enter).sum((2, 4)) * k.through[:, :, 0, :, 0]  # (n, G, R)
-    dadded = dadded.flatten(3)
-    db = k.kept @ dadded.transpose(2, 3)
-    dkept = (k.b @ dadded).view(read.shape).transpose(1, 2) * k.to_end  # (n, Q, G, R, P)
-    # What decays towards the end: each token's share counts at its own s and, with the other sign, at the last one.
-    share = ((dkept * k.x).sum(4) * k.step).double()
+    dadded = _by_group(dstates[1:])
+    db = torch.bmm(k.by_token(k.x, k.step * k.to_end), dadded.transpose(1, 2))
+    dxdt = k.tokens(torch.bmm(k.b, dadded)).mul_(k.to_end)
+    # What decays towards the end counts at its own s and, with the other sign, at the last one.
+    share = ((dxdt * k.x).sum(-1, keepdim=True) * k.step)[..., 0].double()
     ds -= share
-    ds[:, -1] += share.sum(1) + dthrough
-    return (dkept, ds, db, dc), dstate
+    through = (dstates[1:] * states[:-1]).sum((2, 4)) * k.through[:, :, 0, :, 0]  # (n, G, R)
+    ds[:, -1] += share.sum(1) + through
+    return (dxdt, ds, db, dc), dstates[0]
 
 
 def ssd_scan(
