@@ -32,7 +32,7 @@ The second moment takes the high 16 bits of the same word: seed, t, the paramete
 index in the whole tensor decide, so that any sharding gives the same bits.
 
 **Skipped steps.** Where the factor is not finite, nothing changes: neither weights, moments, remainders nor
-the count. A GPU decides by itself (no host synchronisation); on a CPU the host looks.
+the count. The device decides (no host synchronisation).
 
 **Memory.** In place; temporaries are a few slices (`rounding.slice_length`), whatever the tensor's size.
 
@@ -143,7 +143,8 @@ def adamw_step_ref(
         g = grad.float() * s.factor
         m_new = m.float() * beta1 + g * (1 - beta1)
         v_new = v.float() * beta2 + (g * g) * (1 - beta2)
-        u = m_new / (_sqrt(v_new, torch.empty_like(v_new)) / s.root + eps) * s.step_size
+        root = v_new.double().sqrt().float()  # correctly rounded, see `_sqrt`
+        u = m_new / (root / s.root + eps) * s.step_size
         w = join_master(p, remainders[i]) if is_exact else p.float()
         if weight_decays[i]:
             u = u + w * s.decay(weight_decays[i])
@@ -216,13 +217,11 @@ def adamw_step(
 
     scalars = step_scalars(step, clip_factor, lr, beta1, beta2, eps)
     device = step.device
-    asks = device.type == "cpu"  # reading a flag there waits for nothing
-    if asks and not scalars.applied:
-        return
-    applied = None if asks else scalars.applied
     decays = {wd: scalars.decay(wd) if wd else None for wd in set(weight_decays)}
     length = min(slice_length(device), max((p.numel() for p in params), default=0))
-    scratch = torch.empty(4, length, device=device)
+    # Made once: fresh memory costs a CPU as much as all the arithmetic.
+    scratch = [torch.empty(length, device=device) for _ in range(4)]
+    scratch.append(torch.empty(length, dtype=torch.float64, device=device))
     for *tensors, key, offset, weight_decay in zip(*columns, strict=True):
         flat = [None if tensor is None else tensor.view(-1) for tensor in tensors]
         is_bf16 = flat[0].dtype == torch.bfloat16
@@ -236,7 +235,7 @@ def adamw_step(
                 )
             part = [None if tensor is None else tensor[start:stop] for tensor in flat]
             decay = decays[weight_decay]
-            _update(*part, words, decay, scalars, rounding, applied, scratch[:, :count])
+            _update(*part, words, decay, scalars, rounding, [t[:count] for t in scratch])
     step.add_(scalars.applied)
 
 
@@ -250,31 +249,30 @@ def _update(
     decay: Tensor | None,
     s: Scalars,
     rounding: str,
-    applied: Tensor | None,
-    scratch: Tensor,
+    scratch: list[Tensor],
 ) -> None:
-    """One slice: the formulas of `adamw_step_ref`, in their order, in `scratch`, (4, n) float32."""
-    g, m_new, v_new, term = scratch
-    g = torch.mul(_wide(grad, g), s.factor, out=g)
+    """One slice: the formulas of `adamw_step_ref`, in their order; scratch is four (n,) float32 and one float64."""
+    g, m_new, v_new, term, double = scratch
+    torch.mul(_wide(grad, g), s.factor, out=g)
     torch.mul(_wide(m, m_new), s.beta1, out=m_new).add_(torch.mul(g, 1 - s.beta1, out=term))
     torch.mul(_wide(v, v_new), s.beta2, out=v_new).add_(g.mul_(g).mul_(1 - s.beta2))
-    denominator = _sqrt(v_new, out=g).div_(s.root).add_(s.eps)
+    denominator = _sqrt(v_new, double, out=g).div_(s.root).add_(s.eps)
     u = torch.div(m_new, denominator, out=g).mul_(s.step_size)
+    _store(m, m_new, s.applied, term)
     w = _wide(p, term) if remainder is None else join_master(p, remainder)
-    _store(m, m_new, applied)
     if decay is not None:
         u.add_(torch.mul(w, decay, out=m_new))
     w_new = torch.sub(w, u, out=u)
 
     if remainder is not None:
         w_new, remainder_new = split_master(w_new)
-        _store(remainder, remainder_new, applied)
+        _store(remainder, remainder_new, s.applied, term)
     elif p.dtype == torch.bfloat16 and rounding == "stochastic":
         w_new = round_with_bits(w_new, low_bits(words))
     if v.dtype == torch.bfloat16 and s.beta2 >= STOCHASTIC_BETA2:
         v_new = round_with_bits(v_new, high_bits(words))
-    _store(p, w_new, applied)
-    _store(v, v_new, applied)
+    _store(p, w_new, s.applied, term)
+    _store(v, v_new, s.applied, term)
 
 
 def _wide(x: Tensor, out: Tensor) -> Tensor:
@@ -282,20 +280,24 @@ def _wide(x: Tensor, out: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else out.copy_(x)
 
 
-def _sqrt(x: Tensor, out: Tensor) -> Tensor:
-    """Correctly rounded float32 square root, written to `out`.
+def _sqrt(x: Tensor, double: Tensor, out: Tensor) -> Tensor:
+    """Correctly rounded float32 square root, written to `out`; `double` is scratch.
 
     Through float64, whose 53 bits make the second rounding harmless; torch's float32 root on a CPU
     (MKL) is one unit off in 6 of 1000 values, and slower.
     """
-    return out.copy_(x.to(torch.float64).sqrt_())
+    return out.copy_(double.copy_(x).sqrt_())
 
 
-def _store(old: Tensor, new: Tensor, applied: Tensor | None) -> None:
-    """Stores new in old, of whatever dtype; where the device decides, only if the step is applied."""
-    if applied is not None:
-        new = torch.where(applied, new.to(old.dtype), old)
-    old.copy_(new)
+def _store(old: Tensor, new: Tensor, applied: Tensor, scratch: Tensor) -> None:
+    """Stores new in old, rounded to its dtype, where the step is applied.
+
+    As old + (new - old) * (1 or 0) on the bits, because `where` costs four times as much on a CPU.
+    """
+    bits = torch.int32 if old.dtype == torch.float32 else torch.int16
+    old, new = old.view(bits), new.to(old.dtype).view(bits)
+    change = torch.sub(new, old, out=scratch.view(bits)[: old.numel()])
+    old.addcmul_(change, applied.to(bits))
 
 
 def _check_options(

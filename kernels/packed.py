@@ -86,9 +86,11 @@ class Packed:
 
         Asks the device once; a training loop builds the row from host lengths instead.
         """
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)}: expected shape (S+1,)")
         starts = cu_seqlens.tolist()
-        if cu_seqlens.dim() != 1 or len(starts) < 2 or starts[0] != 0:
-            raise ValueError(f"cu_seqlens {starts[:8]}: expected (S+1,) starting with 0")
+        if starts[0] != 0:
+            raise ValueError(f"cu_seqlens {starts[:8]}...: expected the first entry to be 0")
         lengths = [b - a for a, b in zip(starts[:-1], starts[1:], strict=True)]
         return cls.from_lengths(lengths, cu_seqlens.device)
 

@@ -174,16 +174,13 @@ def round_with_bits(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def _quiet(x: Tensor) -> Tensor:
-    """float32 -> its bits, int32, in which NaNs are quiet and have no low half; not to be written to.
+    """float32 -> a new tensor of its bits, int32, in which NaNs are quiet and have no low half.
 
-    Without comparisons and `where`, which cost ten times an integer operation on a CPU; and there a sum that is
-    no NaN tells that no element is one.
+    Without comparisons and `where`, which cost ten times an integer operation on a CPU.
     """
     raw = x.view(torch.int32)
-    if x.device.type == "cpu" and not x.sum().isnan():
-        return raw
-    is_nan = (raw & _MAGNITUDE).neg_().add_(_INFINITY).bitwise_right_shift_(31)  # -1 or 0
-    return (raw | (is_nan & (_QUIET | 0xFFFF))).bitwise_xor_(is_nan.bitwise_and_(0xFFFF))
+    is_nan = torch.rsub(raw & _MAGNITUDE, _INFINITY).bitwise_right_shift_(31)  # -1 or 0
+    return (is_nan & (_QUIET | 0xFFFF)).bitwise_or_(raw).bitwise_xor_(is_nan.bitwise_and_(0xFFFF))
 
 
 def stochastic_round(
@@ -235,8 +232,9 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
         weight: bf16, same shape. remainder: int16, same shape. A NaN has remainder 0.
     """
     raw = _quiet(master)
-    high = (raw + 0x8000).bitwise_right_shift_(16).to(torch.int16)
-    return high.view(torch.bfloat16), raw.to(torch.int16)  # the low half is raw - (high << 16)
+    remainder = raw.to(torch.int16)  # the low half, which is raw - (high << 16)
+    high = raw.add_(0x8000).bitwise_right_shift_(16)
+    return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
