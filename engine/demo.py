@@ -50,7 +50,7 @@ WORDS = (
 NUMBERS = ("two", "three", "four", "five")
 PROMPTS_A_KIND = 32  # an evaluation of a few seconds that tells 5 % from 60 %
 HELD_OUT_A_KIND = 16
-TRAIN_ROWS = 16_000  # about what the steps below read once
+TRAIN_ROWS = 16_000  # the steps below read each one to two times
 SHARD_BYTES = 1_000_000  # small, so that there are several
 CONFIG: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -260,17 +260,18 @@ def demo_data() -> tuple[list[Example], list[Example], list[Example]]:
 
 
 def _distinct(stream: Iterable[Example], per_kind: int) -> list[Example]:
-    """The first examples of each kind, no prompt twice."""
-    chosen: dict[str, Example] = {}
-    counts = dict.fromkeys((make(random.Random(0)).instruction_id for make in KINDS), 0)
+    """The first examples of each kind, no prompt twice, the kinds in turn."""
+    by_kind: dict[str, dict[str, Example]] = {
+        make(random.Random(0)).instruction_id: {} for make in KINDS
+    }
     for example in stream:
-        kind = example.instruction_id
-        if counts[kind] < per_kind and example.prompt not in chosen:
-            chosen[example.prompt] = example
-            counts[kind] += 1
-        if min(counts.values()) == per_kind:
+        chosen = by_kind[example.instruction_id]
+        if len(chosen) < per_kind:
+            chosen.setdefault(example.prompt, example)
+        if all(len(chosen) == per_kind for chosen in by_kind.values()):
             break
-    return list(chosen.values())
+    turns = zip(*(chosen.values() for chosen in by_kind.values()), strict=True)
+    return list(itertools.chain.from_iterable(turns))
 
 
 def _write_chat(path: Path, rows: Iterable[Example]) -> None:
@@ -326,7 +327,7 @@ def _recipe(folder: Path) -> recipes.Recipe:
             micro_tokens=512,
         ),
         optim=recipes.Optim(lr=3e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99),
-        train=recipes.Train(steps=280, step_tokens=2048, eval_every=70, seed=SEED, keep="all"),
+        train=recipes.Train(steps=240, step_tokens=2048, eval_every=60, seed=SEED, keep="all"),
         run=recipes.Run(dir=str(RUN_FOLDER), replace=True, log_every=10),
     )
 

@@ -54,8 +54,7 @@ def generate(
         One `Generation` a prompt, in their order; independent of how prompts were packed together.
 
     Raises:
-        UserError: an empty prompt, an id outside the vocabulary, or no token to generate.
-        FloatingPointError: a logit is not a number.
+        UserError: an empty prompt, an id outside the vocabulary, no token to generate, or a logit that is not finite.
     """
     _check(lm, prompts, stop_ids, max_new_tokens)
     answers = [Generation() for _ in prompts]
@@ -100,14 +99,12 @@ def greedy(logits: Tensor) -> Tensor:
         ids: (S,) int64.
 
     Raises:
-        FloatingPointError: a row holds a NaN.
+        UserError: a row's largest logit is not finite.
     """
     logits = logits.float()
     best = logits.amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(best).all()):
-        raise FloatingPointError(
-            "a logit is not finite: the model's weights or arithmetic are broken"
-        )
+        raise UserError("the model gave a logit that is not finite: its weights are broken")
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return torch.where(logits == best, ids, logits.shape[-1]).amin(dim=-1)
 

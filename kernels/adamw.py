@@ -222,6 +222,7 @@ def adamw_step(
     # Made once: fresh memory costs a CPU as much as all the arithmetic.
     scratch = [torch.empty(length, device=device) for _ in range(4)]
     scratch.append(torch.empty(length, dtype=torch.float64, device=device))
+    flags = {bits: scalars.applied.to(bits) for bits in (torch.int16, torch.int32)}
     for *tensors, key, offset, weight_decay in zip(*columns, strict=True):
         flat = [None if tensor is None else tensor.view(-1) for tensor in tensors]
         is_bf16 = flat[0].dtype == torch.bfloat16
@@ -235,7 +236,7 @@ def adamw_step(
                 )
             part = [None if tensor is None else tensor[start:stop] for tensor in flat]
             decay = decays[weight_decay]
-            _update(*part, words, decay, scalars, rounding, [t[:count] for t in scratch])
+            _update(*part, words, decay, scalars, rounding, flags, [t[:count] for t in scratch])
     step.add_(scalars.applied)
 
 
@@ -249,16 +250,20 @@ def _update(
     decay: Tensor | None,
     s: Scalars,
     rounding: str,
+    flags: dict[torch.dtype, Tensor],
     scratch: list[Tensor],
 ) -> None:
-    """One slice: the formulas of `adamw_step_ref`, in their order; scratch is four (n,) float32 and one float64."""
+    """One slice: the formulas of `adamw_step_ref`, in their order.
+
+    `flags` is `s.applied` as integers, `scratch` four (n,) float32 tensors and a float64 one.
+    """
     g, m_new, v_new, term, double = scratch
     torch.mul(_wide(grad, g), s.factor, out=g)
     torch.mul(_wide(m, m_new), s.beta1, out=m_new).add_(torch.mul(g, 1 - s.beta1, out=term))
     torch.mul(_wide(v, v_new), s.beta2, out=v_new).add_(g.mul_(g).mul_(1 - s.beta2))
     denominator = _sqrt(v_new, double, out=g).div_(s.root).add_(s.eps)
     u = torch.div(m_new, denominator, out=g).mul_(s.step_size)
-    _store(m, m_new, s.applied, term)
+    _store(m, m_new, flags, term)
     w = _wide(p, term) if remainder is None else join_master(p, remainder)
     if decay is not None:
         u.add_(torch.mul(w, decay, out=m_new))
@@ -266,13 +271,13 @@ def _update(
 
     if remainder is not None:
         w_new, remainder_new = split_master(w_new)
-        _store(remainder, remainder_new, s.applied, term)
+        _store(remainder, remainder_new, flags, term)
     elif p.dtype == torch.bfloat16 and rounding == "stochastic":
         w_new = round_with_bits(w_new, low_bits(words))
     if v.dtype == torch.bfloat16 and s.beta2 >= STOCHASTIC_BETA2:
         v_new = round_with_bits(v_new, high_bits(words))
-    _store(p, w_new, s.applied, term)
-    _store(v, v_new, s.applied, term)
+    _store(p, w_new, flags, term)
+    _store(v, v_new, flags, term)
 
 
 def _wide(x: Tensor, out: Tensor) -> Tensor:
@@ -289,7 +294,7 @@ def _sqrt(x: Tensor, double: Tensor, out: Tensor) -> Tensor:
     return out.copy_(double.copy_(x).sqrt_())
 
 
-def _store(old: Tensor, new: Tensor, applied: Tensor, scratch: Tensor) -> None:
+def _store(old: Tensor, new: Tensor, flags: dict[torch.dtype, Tensor], scratch: Tensor) -> None:
     """Stores new in old, rounded to its dtype, where the step is applied.
 
     As old + (new - old) * (1 or 0) on the bits, because `where` costs four times as much on a CPU.
@@ -297,7 +302,7 @@ def _store(old: Tensor, new: Tensor, applied: Tensor, scratch: Tensor) -> None:
     bits = torch.int32 if old.dtype == torch.float32 else torch.int16
     old, new = old.view(bits), new.to(old.dtype).view(bits)
     change = torch.sub(new, old, out=scratch.view(bits)[: old.numel()])
-    old.addcmul_(change, applied.to(bits))
+    old.addcmul_(change, flags[bits])
 
 
 def _check_options(

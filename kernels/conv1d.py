@@ -34,8 +34,9 @@ class _CausalConv1d(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias)
         ctx.packed = packed
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        w = _taps(weight, x)
         for rows in row_tiles(x):
-            y[rows] = functional.silu(_convolve(x, weight, bias, packed, rows), inplace=True)
+            y[rows] = functional.silu(_convolve(x, w, bias, packed, rows), inplace=True)
         return y
 
     @staticmethod
@@ -47,7 +48,7 @@ class _CausalConv1d(torch.autograd.Function):
         dw, db = torch.zeros_like(w), w.new_zeros(channels)
         after = w.new_zeros(taps - 1, channels)  # dpre of the tokens behind the tile
         for rows in reversed(list(row_tiles(x))):
-            pre = _convolve(x, weight, bias, ctx.packed, rows)
+            pre = _convolve(x, w, bias, ctx.packed, rows)
             part, grad = x[rows].to(w.dtype), dy[rows].to(w.dtype)
             dpre = torch.cat([torch.ops.aten.silu_backward(grad, pre), after])  # (t+W-1, C)
             size = part.shape[0]
@@ -73,9 +74,8 @@ def _taps(weight: Tensor, x: Tensor) -> Tensor:
     return weight.T.flip(0).to(arithmetic_dtype(x)).contiguous()
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed, rows: slice) -> Tensor:
-    """The convolution before SiLU for some rows, (t, C) in float32."""
-    w = _taps(weight, x)
+def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, packed: Packed, rows: slice) -> Tensor:
+    """The convolution before SiLU for some rows, (t, C) in float32; w as `_taps` gives it."""
     taps = w.shape[0]
     first = max(0, rows.start - taps + 1)
     wide = x[first : rows.stop].to(w.dtype)  # the rows, and the taps before them

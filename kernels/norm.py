@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         for rows in row_tiles(x):
             part = x[rows].to(wide)
             r[rows] = _inverse_rms(part, eps)
-            y[rows] = (part * r[rows]).mul_(weight)
+            torch.mul(part * r[rows], weight, out=y[rows])
         ctx.save_for_backward(x, weight, r)
         return y
 
@@ -65,7 +65,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         for rows in row_tiles(x):
             gated = functional.silu(z[rows].to(wide)).mul_(x[rows]).unflatten(1, (groups, -1))
             r[rows] = _inverse_rms(gated, eps)
-            y[rows] = gated.mul_(r[rows]).flatten(1).mul_(weight)
+            torch.mul(gated.mul_(r[rows]).flatten(1), weight, out=y[rows])
         ctx.save_for_backward(x, z, weight, r)
         ctx.groups = groups
         return y

@@ -20,8 +20,8 @@ class Block:
         rows: the tokens of the row that the block holds.
         chunks: n, number of chunks.
         slots: int64, the place of each of those tokens among the n*Q slots; None where every slot has a token.
-        continued: of the numbers 0..n those of the chunks that continue the document of the chunk before; 0 continues the
-            block before, n is the first chunk of the next block.
+        continued: of the numbers 0..n those of the chunks that continue the document of the chunk before;
+            0 continues the block before, n is the first chunk of the next block.
     """
 
     rows: slice
@@ -90,7 +90,7 @@ class Packed:
             raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)}: expected shape (S+1,)")
         starts = cu_seqlens.tolist()
         if starts[0] != 0:
-            raise ValueError(f"cu_seqlens {starts[:8]}...: expected the first entry to be 0")
+            raise ValueError(f"cu_seqlens {starts[:8]}: expected the first entry to be 0")
         lengths = [b - a for a, b in zip(starts[:-1], starts[1:], strict=True)]
         return cls.from_lengths(lengths, cu_seqlens.device)
 
@@ -119,7 +119,8 @@ class Packed:
         """Which of the tokens start..stop-1 lie in another document than the token `back` behind them.
 
         Returns:
-            int64 indices counted from `start`, or None where there are none. A token that has none behind it is not listed.
+            int64 indices counted from `start`, or None where there are none. A token without one behind it is
+            not among them.
         """
 
         def make() -> torch.Tensor | None:

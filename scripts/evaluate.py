@@ -26,6 +26,8 @@ class Instructions:
     """JSONL: key, prompt, instruction_id_list, kwargs (IFEval's layout)."""
     answers: tuple[Path, ...]
     """JSONL files: key (or id) and response, an answer to each prompt."""
+    show: int = 0
+    """Number of prompts to print with their answers and the reasons of the verdicts."""
     out: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """File to write every verdict and total to."""
 
@@ -49,7 +51,13 @@ def instructions(arguments: Instructions) -> None:
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise UserError(f"--json {arguments.out}: no folder {arguments.out.parent}")
     prompts = read_prompts(arguments.prompts)
-    reports = [score(prompts, read_answers(path, prompts)) for path in arguments.answers]
+    answers = [read_answers(path, prompts) for path in arguments.answers]
+    reports = [score(prompts, found) for found in answers]
+    for prompt in prompts[: arguments.show]:
+        print(f"prompt    {prompt.prompt}")
+        for found, report in zip(answers, reports, strict=True):
+            mark = "kept" if all(report.strict[prompt.key]) else "BROKEN"
+            print(f"  {mark:<7} {found[prompt.key]!r}: {'; '.join(report.reasons[prompt.key])}")
     Console(width=None if sys.stdout.isatty() else 120).print(table(arguments, prompts, reports))
     if arguments.out is None:
         return

@@ -2,8 +2,8 @@
 
     python scripts/generate.py --model DIR --prompts PROMPTS.jsonl --out ANSWERS.jsonl
 
-A prompt is a JSON object on a line of its own: `id` (or `key`), and either `messages` or `prompt` (the user's text). An
-answer has `id`, `response`, `finish_reason` ("stop" or "length") and `num_tokens`.
+A prompt is a JSON object on a line of its own: id (or key), and messages or prompt (the user's text).
+An answer has id, response, finish_reason ("stop" or "length") and num_tokens.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -31,13 +32,13 @@ class Arguments:
     model: Path
     """HF folder: shards, config.json, tokenizer.json."""
     prompts: Path
-    """JSONL file of prompts: id (or key), and messages or prompt."""
+    """JSONL file of prompts."""
     out: Path
-    """JSONL file to write: id, response, finish_reason, num_tokens. Replaced where it is there."""
+    """JSONL file of answers to write, replaced where it is there."""
     max_new_tokens: int = 2048
     """Most tokens of an answer."""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """Where to compute."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: on a GPU where there is one."""
 
 
 def main() -> int:
@@ -55,16 +56,20 @@ def answer(arguments: Arguments) -> None:
     """Reads, generates, writes."""
     if not arguments.out.parent.is_dir():
         raise UserError(f"--out {arguments.out}: no folder {arguments.out.parent}")
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: found no CUDA device")
     questions = list(read_questions(arguments.prompts))
     tokenizer = Tokenizer(arguments.model)
-    ends = stop_ids(arguments.model, tokenizer)
-    lm = load_pretrained(arguments.model, device=arguments.device)
+    lm = load_pretrained(arguments.model, device=device)
     started = time.monotonic()
     answers = generate(
         lm,
         [render_prompt(question.messages, tokenizer) for question in questions],
         max_new_tokens=arguments.max_new_tokens,
-        stop_ids=ends,
+        stop_ids=stop_ids(arguments.model, tokenizer),
         progress=show_progress,
     )
     partial = arguments.out.with_name(f".{arguments.out.name}.partial")
@@ -79,19 +84,16 @@ def answer(arguments: Arguments) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     os.replace(partial, arguments.out)
     stopped = sum(found.finish_reason == "stop" for found in answers)
-    tokens, seconds = sum(len(found.ids) for found in answers), time.monotonic() - started
-    print(
-        f"{arguments.out}: {len(answers)} answers, {stopped} ended by themselves, "
-        f"{tokens:,} tokens in {seconds:.1f} s"
-    )
+    tokens = sum(len(found.ids) for found in answers)
+    counts = f"{len(answers)} answers, {stopped} ended by themselves, {tokens:,} tokens"
+    print(f"{arguments.out}: {counts} in {time.monotonic() - started:.1f} s")
 
 
 def show_progress(done: int, total: int) -> None:
     """One line that is overwritten, on a terminal only: in a log the last line says it all."""
     if sys.stderr.isatty():
-        print(
-            f"\r{done}/{total} answers finished", end="\n" if done == total else "", file=sys.stderr
-        )
+        end = "\n" if done == total else ""
+        print(f"\r{done}/{total} answers finished", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,10 @@ def test_download_cache_links_to_its_blobs_only(shards, tmp_path):
 
     other = tmp_path / "other" / "snapshots" / "abc"  # looks alike, but is no download cache
     shutil.copytree(snapshot, other, symlinks=True)
-    (tmp_path / "other" / "blobs").symlink_to(blobs)
+    shutil.copytree(blobs, tmp_path / "other" / "blobs")
+    wrong = other / file.name
+    wrong.unlink()
+    wrong.symlink_to(f"../../blobs/{blob.name}")
     load_is_refused(other, "a link out of the folder")
 
 

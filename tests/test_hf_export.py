@@ -203,9 +203,8 @@ def test_a_base_may_be_given(reference, folder, tmp_path):
 
 def test_odd_sizes_stay_aligned(folder, tmp_path):
     """A float32 tensor after an odd number of BF16 values could not be read: wide ones come first."""
-    add_shard(
-        folder, {"mtp.odd": torch.ones(3, dtype=torch.bfloat16), "mtp.flag": torch.ones(5) > 0}
-    )
+    odd = {"mtp.a": torch.ones(3).bfloat16(), "mtp.b": torch.ones(5) > 0, "mtp.c": torch.ones(2)}
+    add_shard(folder, odd)
     save_pretrained(load_pretrained(folder), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(folder)
     for entry in Checkpoint.open(tmp_path / "out").entries.values():

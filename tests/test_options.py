@@ -58,8 +58,7 @@ def test_float64_equals_the_plain_network(name: str) -> None:
     loss = plain_loss(lm.config, weights, input_ids, labels, LENGTHS)
     assert_close_rel(lm.loss(input_ids, labels, packed)[0], loss, 1e-11, "loss")
     loss.backward()
-    for parameter, found in gradients(lm).items():
-        assert_close_rel(found, weights[parameter].grad, 1e-10, parameter)
+    assert_gradients(gradients(lm), weights, 1e-10)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -68,14 +67,19 @@ def test_float32_equals_the_plain_network(name: str) -> None:
     weights = plain_weights(lm)
     input_ids, labels = row()
     plain_loss(lm.config, weights, input_ids, labels, LENGTHS).backward()
-    scale = max(x.grad.norm().item() for x in weights.values() if x.grad is not None)
-    for parameter, found in gradients(lm).items():
-        expected = weights[parameter].grad
-        if parameter.endswith("k_proj.bias"):  # one shift of all scores of a row changes nothing
+    assert_gradients(gradients(lm), weights, 1e-5)
+
+
+def assert_gradients(found: dict[str, Tensor], weights: dict[str, Tensor], bound: float) -> None:
+    """One shift of all keys changes nothing: what k_proj.bias gets is rounding, of the scale of q_proj.bias."""
+    for name, gradient in found.items():
+        expected = weights[name].grad
+        if name.endswith("k_proj.bias"):
+            scale = weights[name.replace("k_proj", "q_proj")].grad.norm()
             assert expected.norm() < 1e-12 * scale
-            assert found.norm() < 1e-5 * scale
+            assert gradient.norm() < bound * scale, name
         else:
-            assert_close_rel(found, expected, 1e-5, parameter)
+            assert_close_rel(gradient, expected, bound, name)
 
 
 def test_attention_has_its_biases_where_asked_for() -> None:
@@ -244,7 +248,10 @@ def test_equal_inputs_give_equal_outputs_along_the_row() -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_decay_rates_of_a_bfloat16_model_are_float32(stored: torch.dtype) -> None:
-    """miles#975: A_log as stored, its exponential in float32. After n steps y = exp(-rate * n dt) dt: its log is long."""
+    """miles#975: A_log as stored, its exponential in float32.
+
+    n steps after its only input, y = dt exp(-rate n dt): the bfloat16 of y still has the rate to one part in 1e4.
+    """
     lm = tiny_lm(dtype=torch.bfloat16, layers_block_type=["mamba"])
     layer = lm.layers[0].mixer
     values = torch.log(torch.tensor([59.0, 61.0, 63.0, 64.0])).to(stored)
@@ -302,7 +309,7 @@ def test_boundaries_that_do_not_fit_are_refused() -> None:
             lm(input_ids, boundaries)
         with pytest.raises(ValueError, match=r"input_ids \(30,\): the documents have (29|31) tok"):
             lm.loss(input_ids, labels, boundaries)
-    with pytest.raises(ValueError, match="starting with 0"):
+    with pytest.raises(ValueError, match=r"cu_seqlens \[9, 30\].*expected"):
         lm(input_ids, torch.tensor([9, 30], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"input_ids \(1, 30\)"):
         lm(input_ids[None], Packed.from_lengths(LENGTHS))

@@ -27,7 +27,7 @@ from hymoe.kernels.launch import arithmetic_dtype, check_shape
 from hymoe.kernels.packed import Block, Packed
 
 CPU_CHUNK = 64  # tokens: half the work inside of a chunk of 128, twice the states
-CPU_BLOCK = 1 << 19  # elements of one temporary of each shape, (H, Q, Q), (H, Q, P) and (H, N, P): about an L2 of 2 MB
+CPU_BLOCK = 1 << 19  # elements: a temporary of each shape fills an L2 of 2 MB
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Chunks:
 
 
 def _product(left: Tensor, right: Tensor, order: tuple[int, ...]) -> Tensor:
-    """left * right, contiguous in another order of dimensions, in one pass."""
+    """The product, contiguous in another order of dimensions, in one pass."""
     left, right = left.permute(order), right.permute(order)
     out = torch.empty(left.shape, dtype=left.dtype, device=left.device)
     return torch.mul(left, right, out=out)
@@ -113,8 +113,13 @@ def _from_slots(out: Tensor, block: Block, slots: Tensor) -> None:
 
 
 def _pass_on(states: Tensor, through: Tensor, block: Block) -> None:
-    """Step 3 in place: (n+1, G, N, R, P), the state before the block and what each chunk adds -> the state before
-    each chunk and behind the last; zeros where a document begins.
+    """Step 3, in place.
+
+    Args:
+        states: (n+1, G, N, R, P); number 0 is the state before the block, the others what the chunks add. They become
+            the states before each chunk and behind the last one, zeros where a document begins.
+        through: (n, G, 1, R, 1).
+        block: says which chunks continue a document.
     """
     for k in range(block.chunks):
         if k + 1 in block.continued:
@@ -124,8 +129,13 @@ def _pass_on(states: Tensor, through: Tensor, block: Block) -> None:
 
 
 def _pass_back(dstates: Tensor, through: Tensor, block: Block) -> None:
-    """The gradients of the same: (n+1, G, N, R, P), of what each chunk reads and of the state behind the block -> of
-    the state before each chunk; number k+1 is that of what chunk k adds, too.
+    """The backward pass of step 3, in place.
+
+    Args:
+        dstates: (n+1, G, N, R, P), gradients through what each chunk reads, and of the state behind the block. They
+            become the whole gradients of those states; number k+1 is that of what chunk k adds, too.
+        through: (n, G, 1, R, 1).
+        block: says which chunks continue a document.
     """
     for k in reversed(range(block.chunks)):
         if k in block.continued:
@@ -146,6 +156,7 @@ class _Scan(torch.autograd.Function):
         skip: Tensor,
         blocks: tuple[Block, ...],
         size: int,
+        has_backward: bool,
     ) -> Tensor:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         saved: list[Tensor | None] = []
@@ -163,7 +174,7 @@ class _Scan(torch.autograd.Function):
                 _pass_on(states, k.through, block)
                 out.addcmul_(k.tokens(torch.bmm(k.c, _by_group(states[:-1]))), k.from_start)
             _from_slots(y, block, out.addcmul_(k.x, weight))
-            saved.append(states)
+            saved.append(states if has_backward else None)
             last = states
         ctx.save_for_backward(x, step, rate, b, c, skip, *saved)
         ctx.blocks, ctx.size = blocks, size
@@ -184,7 +195,7 @@ class _Scan(torch.autograd.Function):
                 more, dlast = _states_backward(k, dy_block, states, block, dlast)
                 for one, other in zip((dxdt, ds, db_block, dc_block), more, strict=True):
                     one.add_(other)
-            split = lambda t: t.unflatten(0, (-1, b.shape[1])).transpose(1, 2)  # noqa: E731, B023
+            split = lambda t: t.unflatten(0, (-1, b.shape[1])).transpose(1, 2)  # noqa: E731
             dskip = dskip + (dy_block * k.x).sum((0, 1, 4)).flatten()
             _from_slots(dstep, block, (dxdt * k.x).sum(-1))
             # Backwards running sum: s[i] holds the rate of every token up to i.
@@ -192,7 +203,7 @@ class _Scan(torch.autograd.Function):
             _from_slots(dx, block, dxdt.mul_(k.step).addcmul_(dy_block, weight))
             _from_slots(db, block, split(db_block))
             _from_slots(dc, block, split(dc_block))
-        return dx, dstep, drate, db, dc, dskip, None, None
+        return dx, dstep, drate, db, dc, dskip, None, None, None
 
 
 def _states_like(k: _Chunks) -> Tensor:
@@ -294,7 +305,8 @@ def ssd_scan(
     size, most = _chunking(packed, chunk_size, x, states)
     step = functional.softplus(dt.to(wide) + dt_bias.to(wide)).clamp(*dt_limit)  # (T, H)
     rate = step * -torch.exp(a_log.to(wide))
-    return _Scan.apply(x, step, rate, b, c, skip.to(wide), packed.blocks(size, most), size)
+    blocks = packed.blocks(size, most)
+    return _Scan.apply(x, step, rate, b, c, skip.to(wide), blocks, size, torch.is_grad_enabled())
 
 
 def _chunking(packed: Packed, chunk_size: int, x: Tensor, states: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hymoe.kernels import launch
 from hymoe.kernels.conv1d import causal_conv1d, causal_conv1d_ref
 from hymoe.kernels.packed import Packed
 from tests.kernel_check import (
@@ -46,13 +47,19 @@ def test_other_widths(taps: int, bias: bool) -> None:
     compare((3,), taps, bias, torch.float32)
 
 
-def test_a_row_longer_than_any_tile() -> None:
-    """Boundaries on, before and behind the multiples of every power of two up to 512."""
-    compare((63, 2, 64, 127, 255, 1, 129, 3, 512), 4, True, torch.float32, channels=300)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 64])
+def test_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles shorter than the taps, boundaries on, before and behind the edges of tiles."""
+    monkeypatch.setattr(launch, "TILE_ELEMENTS", rows * CHANNELS)
+    compare((63, 2, 64, 1, 3, 128, 5), 4, True, torch.float64)
 
 
+@pytest.mark.parametrize("rows", [2, 1000])
 @pytest.mark.parametrize("lengths", [(4, 5), (1, 2, 3, 20), (1, 1, 1)], ids=str)
-def test_documents_do_not_meet(lengths: tuple[int, ...]) -> None:
+def test_documents_do_not_meet(
+    lengths: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "TILE_ELEMENTS", rows * CHANNELS)
     inputs = normal(2, x=(sum(lengths), CHANNELS), weight=(CHANNELS, 4), bias=(CHANNELS,))
     weight, bias = inputs["weight"].float(), inputs["bias"].float()
     assert_documents_alone(

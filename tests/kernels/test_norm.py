@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hymoe.kernels import launch
 from hymoe.kernels.norm import gated_rms_norm, gated_rms_norm_ref, rms_norm, rms_norm_ref
 from tests.kernel_check import DTYPE_IDS, DTYPES, check, normal
 
@@ -35,6 +36,18 @@ def test_gated_rms_norm_with_a_strided_gate(tokens: int, groups: int, dtype: tor
         return lambda x, wide, weight: function(x, wide[:, 5 : 5 + width], weight, groups, EPS)
 
     check(with_slice(gated_rms_norm), with_slice(gated_rms_norm_ref), inputs, dtype, ("weight",))
+
+
+def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in many tiles, the last one short."""
+    monkeypatch.setattr(launch, "TILE_ELEMENTS", 24 * 10)
+    inputs = normal(5, x=(63, 24), z=(63, 24), weight=(24,))
+    check(
+        lambda x, z, weight: gated_rms_norm(rms_norm(x, weight, EPS), z, weight, 3, EPS),
+        lambda x, z, weight: gated_rms_norm_ref(rms_norm_ref(x, weight, EPS), z, weight, 3, EPS),
+        inputs,
+        torch.float64,
+    )
 
 
 def test_eps_rules_where_the_input_is_tiny_or_zero() -> None:

@@ -30,13 +30,13 @@ def test_tables_are_made_once() -> None:
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ([0], r"cu_seqlens \(1,\) \[0\]: expected \(S\+1,\) starting with 0"),
-        ([], r"cu_seqlens \(0,\) \[\]: expected"),
-        ([1, 4], r"cu_seqlens \(2,\) \[1, 4\]: expected"),
+        ([0], r"cu_seqlens .*expected"),
+        ([], r"cu_seqlens .*expected"),
+        ([1, 4], r"cu_seqlens \[1, 4\].*expected"),
         ([0, 4, 4, 6], r"document lengths \(4, 0, 2\): expected at least one, each of 1 token"),
         ([0, 4, 3], r"document lengths \(4, -1\)"),
-        ([[0, 4]], r"cu_seqlens \(1, 2\) \[0, 4\]: expected"),
-        (0, r"cu_seqlens \(\) \[0\]: expected"),
+        ([[0, 4]], r"cu_seqlens .*expected"),
+        (0, r"cu_seqlens .*expected"),
     ],
 )
 def test_boundaries_that_are_none_are_refused(boundaries: list, message: str) -> None:

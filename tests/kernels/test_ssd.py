@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hymoe.kernels.packed import Packed
+from hymoe.kernels.ssd import op
 from hymoe.kernels.ssd.op import ssd_scan
 from hymoe.kernels.ssd.ref import ssd_scan_ref
 from tests.kernel_check import (
@@ -109,6 +110,27 @@ def test_many_chunks_of_many_documents() -> None:
     )
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
+def test_states_pass_from_block_to_block(
+    lengths: tuple[int, ...], chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few chunks a block: documents begin and end in the middle of blocks and at their edges."""
+    per_chunk = HEADS * (CHUNK * CHUNK + CHUNK * WIDTH + STATES * WIDTH)
+    monkeypatch.setattr(op, "CPU_BLOCK", chunks * per_chunk)
+    packed = Packed.from_lengths(lengths)
+    check(
+        sliced(ssd_scan, packed, chunk_size=CHUNK),
+        sliced(ssd_scan_ref, packed),
+        inputs_of(sum(lengths)),
+        torch.float64,
+        SMALL,
+    )
+    if sum(lengths) > 50:
+        assert len(packed.blocks(CHUNK, chunks)) > 1
+        assert packed.blocks(CHUNK, chunks)[0].chunks == chunks
+
+
 @pytest.mark.parametrize("limit", [(0.1, 0.4), (0.0, 0.3), (0.5, float("inf"))], ids=str)
 def test_time_step_limits(limit: tuple[float, float]) -> None:
     """Both ends of the clamp are met; its gradient is 0 outside."""
@@ -177,7 +199,11 @@ def test_weak_decay_carries_a_state_through_many_chunks() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(4, 5), (20, 1, 40, 2), (1, 1, 1), (CHUNK, CHUNK)], ids=str)
-def test_documents_do_not_meet(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("block", [1, op.CPU_BLOCK], ids=["chunk-by-chunk", "one-block"])
+def test_documents_do_not_meet(
+    lengths: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "CPU_BLOCK", block)
     inputs = {name: x.float() for name, x in inputs_of(sum(lengths)).items()}
     fixed = {name: inputs.pop(name) for name in SMALL}
     assert_documents_alone(
