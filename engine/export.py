@@ -8,11 +8,10 @@ keeps its bits.
 import torch
 from torch import Tensor
 
-from hymoe.engine.hf_checkpoint import Checkpoint, export_dtypes
+from hymoe.engine.hf_checkpoint import Checkpoint, export_dtypes, read_local_rows
 from hymoe.engine.hf_rows import local_rows
 from hymoe.engine.optim import Optimizer
 from hymoe.kernels.rounding import EXPORT_DOMAIN, join_master, stochastic_round, update_sums
-from hymoe.model.names import by_parameter
 from hymoe.model.net import HybridLM
 
 
@@ -28,7 +27,7 @@ class TrainedValues:
         """`lm.source` is the base that the update is measured from."""
         self._optimizer = optimizer
         self._base = Checkpoint.open(lm.source)
-        self._files = by_parameter(self._base.check_against(lm.config))
+        self._specs = self._base.check_against(lm.config)
         self._dtypes = export_dtypes(lm)
         self.sums = torch.zeros(2, dtype=torch.float64, device=lm.norm_f.weight.device)
 
@@ -40,20 +39,9 @@ class TrainedValues:
         weight = local_rows(name, parameter).local
         remainder = self._optimizer.state()[name].get("remainder")
         file = self._rounded(name, weight, remainder)
-        self.sums += update_sums(self._base_rows(name, parameter), weight, remainder, file)
+        base = read_local_rows(self._base, self._specs, name, parameter).to(weight.device)
+        self.sums += update_sums(base, weight, remainder, file)
         return file
-
-    def _base_rows(self, name: str, parameter: Tensor) -> Tensor:
-        """The same rows as the base has them, float32."""
-        part = local_rows(name, parameter)
-        base = torch.empty(part.local.shape, dtype=torch.float32, device=part.local.device)
-        files = self._files[name]
-        if len(files) == 1:
-            self._base.read_into(files[0], base, part.begin)
-        else:
-            for row, file in enumerate(files[part.begin : part.begin + len(base)]):
-                self._base.read_into(file, base[row])
-        return base
 
     def _rounded(self, name: str, weight: Tensor, remainder: Tensor | None) -> Tensor:
         dtype = self._dtypes[name]

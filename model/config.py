@@ -107,6 +107,8 @@ class HybridConfig:
             _check_positive(self, "intermediate_size")
         if "E" in self.pattern:
             self._check_experts()
+        if self.moe_latent_size is not None:
+            _check_positive(self, "moe_latent_size")
 
     def _check_experts(self) -> None:
         _check_positive(self, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -140,7 +142,7 @@ class HybridConfig:
     @property
     def expert_input(self) -> int:
         """Width of what the routed experts read and write: the latent size where there is one, else D."""
-        return self.moe_latent_size or self.hidden_size
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "HybridConfig":
