@@ -104,8 +104,13 @@ def _row_losses(logits: Tensor, target: Tensor) -> Tensor:
 
 def supervised_rows(labels: Tensor, count: int | None) -> Tensor:
     """Indices of the supervised rows; with the host's count of them the device need not be asked."""
-    if count is None:
-        return torch.nonzero(labels != IGNORE)[:, 0]
+    if count is None or not labels.is_cuda:
+        rows = torch.nonzero(labels != IGNORE)[:, 0]
+        if count not in (None, rows.numel()):
+            raise ValueError(
+                f"supervised rows: {rows.numel()} labels are not {IGNORE}, the host counted {count}"
+            )
+        return rows
     return torch.nonzero_static(labels != IGNORE, size=count)[:, 0]
 
 

@@ -277,7 +277,7 @@ def _letters(layers: Any, key: str) -> str:
     if not isinstance(layers, list):
         raise ValueError(f"{key}: expected a list or a string, found {type(layers).__name__}")
     for index, kind in enumerate(layers):
-        if kind not in LAYER_KINDS:
+        if not isinstance(kind, str) or kind not in LAYER_KINDS:
             raise ValueError(
                 f"{key}[{index}] = {kind!r} is an unknown layer kind; expected one of {list(LAYER_KINDS)}"
             )

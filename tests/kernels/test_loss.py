@@ -233,3 +233,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         linear_cross_entropy(hidden, torch.ones(7, 5), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"linear_cross_entropy labels: expected shape \(3\)"):
         linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_wrong_count_of_supervised_rows_is_refused() -> None:
+    hidden, weight = torch.randn(4, 8), torch.randn(11, 8)
+    labels = torch.tensor([1, -100, 3, 4])
+    right = linear_cross_entropy(hidden, weight, labels, 3)
+    assert torch.equal(right, linear_cross_entropy(hidden, weight, labels))
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=f"3 labels are not -100, the host counted {count}"):
+            linear_cross_entropy(hidden, weight, labels, count)
