@@ -8,6 +8,7 @@ import argparse
 import datetime
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -94,7 +95,7 @@ def ratio(slow: Timing, fast: Timing) -> dict[str, float]:
 
 
 def stamp() -> dict[str, Any]:
-    """Where and when: device, threads, versions, date."""
+    """Where and when: device, threads, how busy the machine is, versions, date."""
     versions = {}
     for package in ("torch", "transformers", "triton", "numpy"):
         try:
@@ -106,6 +107,7 @@ def stamp() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "cores": len(_cores()),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),  # of the last minute, the benchmark itself included
         "python": platform.python_version(),
         **versions,
     }

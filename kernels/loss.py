@@ -18,8 +18,8 @@ from torch.nn import functional
 from hymoe.kernels.launch import arithmetic_dtype, check_shape
 
 IGNORE = -100  # label of a token without supervision
-CHUNK_BYTES = 1 << 28  # of float32 logits at most: 512 rows of a 131,072-word vocabulary
-CHUNK_ROWS = 512  # at most: more would leave a CPU's cache (4,096 words: 20 % slower in one chunk), fewer reread the weight
+CHUNK_BYTES = 1 << 30  # of float32 logits at most: 2,048 rows of a 131,072-word vocabulary
+CPU_CHUNK_ROWS = 512  # more would leave a CPU's cache (4,096 words: 20 % slower in one chunk)
 
 
 def linear_cross_entropy_ref(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -34,11 +34,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
         wide = arithmetic_dtype(hidden)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        if not any(ctx.needs_input_grad):
-            for chunk in rows.split(chunk_rows(weight)):
-                logits = _logits(hidden.index_select(0, chunk), weight)
-                total += _row_losses(logits, labels.index_select(0, chunk)).sum()
-            return total
         dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         drows = hidden.new_empty(rows.numel(), hidden.shape[1])
         for chunk, dchunk in zip(
@@ -75,7 +70,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def chunk_rows(weight: Tensor) -> int:
     """Rows of logits that exist at a time."""
-    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * weight.shape[0])))
+    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    return rows if weight.is_cuda else min(CPU_CHUNK_ROWS, rows)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -95,11 +91,6 @@ def _pick(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Logit of each row's target, and whether the target is a word of the vocabulary."""
     valid = (target >= 0) & (target < logits.shape[1])
     return logits.gather(1, _clamped(target, logits.T))[:, 0], valid
-
-
-def _row_losses(logits: Tensor, target: Tensor) -> Tensor:
-    picked, valid = _pick(logits, target)
-    return torch.where(valid, torch.logsumexp(logits, -1) - picked, torch.nan)
 
 
 def supervised_rows(labels: Tensor, count: int | None) -> Tensor:
@@ -129,19 +120,30 @@ def linear_cross_entropy(
         loss: () float32, in nats; 0 (still connected to both inputs) where nothing is supervised.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or a count that is not the labels' (found on a CPU only).
     """
     check_shape("linear_cross_entropy weight", weight, (None, hidden.shape[1]))
     check_shape("linear_cross_entropy labels", labels, (hidden.shape[0],))
-    return _LinearCrossEntropy.apply(hidden, weight, labels, supervised_rows(labels, count))
+    rows = supervised_rows(labels, count)
+    # Asked here, because inside a Function's forward pass the answer is always no.
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, labels, rows)
+    return _losses(hidden, weight, labels, rows).sum()
 
 
 @torch.no_grad()
 def per_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """(T,) float32 cross-entropy of each row, 0 where not supervised, NaN where the target is no word."""
     rows = supervised_rows(labels, None)
-    out = torch.zeros(hidden.shape[0], dtype=arithmetic_dtype(hidden), device=hidden.device)
+    losses = _losses(hidden, weight, labels, rows)
+    return losses.new_zeros(hidden.shape[0]).index_copy_(0, rows, losses)
+
+
+def _losses(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    """Cross-entropy of the given rows, float32."""
+    parts = [hidden.new_zeros(0, dtype=arithmetic_dtype(hidden))]
     for chunk in rows.split(chunk_rows(weight)):
         logits = _logits(hidden.index_select(0, chunk), weight)
-        out[chunk] = _row_losses(logits, labels.index_select(0, chunk))
-    return out
+        picked, valid = _pick(logits, labels.index_select(0, chunk))
+        parts.append(torch.where(valid, torch.logsumexp(logits, -1) - picked, torch.nan))
+    return torch.cat(parts)
