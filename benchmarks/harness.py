@@ -131,7 +131,9 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     options.add_argument("--json", type=Path, help="file that gets the figures")
-    options.add_argument("--rounds", type=int, default=rounds, help="timed rounds of each candidate")
+    options.add_argument(
+        "--rounds", type=int, default=rounds, help="timed rounds of each candidate"
+    )
     options.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     return options
 
