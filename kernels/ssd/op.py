@@ -27,7 +27,7 @@ from hymoe.kernels.launch import arithmetic_dtype, check_shape
 from hymoe.kernels.packed import Block, Packed
 
 CPU_CHUNK = 64  # tokens: half the work inside of a chunk of 128, twice the states
-CPU_BLOCK = 1 << 19  # elements: a temporary of each shape fills an L2 of 2 MB
+CPU_BLOCK = 1 << 19  # elements a thread: a temporary of each shape fills an L2 of 2 MB
 
 
 @dataclass
@@ -316,4 +316,5 @@ def _chunking(packed: Packed, chunk_size: int, x: Tensor, states: int) -> tuple[
         return size, packed.num_tokens  # no cache to fit, and launches cost
     size = min(size, CPU_CHUNK)
     heads, width = x.shape[1:]
-    return size, max(1, CPU_BLOCK // (heads * (size * size + size * width + states * width)))
+    chunk = heads * (size * size + size * width + states * width)  # elements
+    return size, max(1, CPU_BLOCK * torch.get_num_threads() // chunk)
