@@ -90,6 +90,12 @@ class Run:
     dir: str = ""
     replace: bool = False
     """Whether an earlier run in `dir` is removed; without it, it is refused."""
+    resume: Literal["auto", "never"] = "auto"
+    """Whether a saved state is continued; this version saves none, so there is none to continue."""
+    save_every: int = 0
+    """Steps between saved states; this version saves none, and says so where this is more than 0."""
+    keep_last: int = 2
+    """Saved states that are kept."""
     export: str = "final"
     """Folder in `dir` for the trained model in HF format; empty: none."""
     max_shard_size: str = "5GB"

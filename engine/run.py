@@ -101,6 +101,10 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
         raise UserError(str(error)) from None
     checkpoint.check_against(config)
     notes = []
+    if recipe.run.save_every:
+        notes.append(
+            "run.save_every: this version saves no state of a run; only the export is written"
+        )
     dtype = recipe.model.dtype
     if dtype == "auto":
         dtype = str(checkpoint.dtype([f"{checkpoint.prefix}embeddings.weight"])).removeprefix(

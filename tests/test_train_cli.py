@@ -162,6 +162,9 @@ def test_under_torchrun_rank_0_alone_says_what_is_wrong(made: Path, tmp_path: Pa
 def test_dry_run_resolves_everything_and_writes_nothing(made: Path) -> None:
     result = train(1, made / "recipe.toml", "--dry-run", "--optim.lr", "0.5")
     assert result.returncode == 0, result.stderr
+    assert "saves no state" not in result.stdout
+    saving = train(1, made / "recipe.toml", "--dry-run", "--run.save-every", "100")
+    assert "run.save_every: this version saves no state of a run" in saving.stdout
     for part in (
         "lr = 0.5",
         "parameters",
