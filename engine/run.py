@@ -166,7 +166,7 @@ def execute(resolved: Resolved, here: World) -> Outcome:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stop = StopFlag()
     recipe = resolved.recipe
-    tokenizer = Tokenizer(recipe.model.path)
+    tokenizer = _tokenizer(resolved)
     rows, stats = _rows(recipe, recipe.data.path, tokenizer)
     eval_rows, eval_stats = (
         (None, None) if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
@@ -198,6 +198,16 @@ def execute(resolved: Resolved, here: World) -> Outcome:
         return outcome
     finally:
         plan.close()
+
+
+def _tokenizer(resolved: Resolved) -> Tokenizer:
+    tokenizer, words = Tokenizer(resolved.recipe.model.path), resolved.config.vocab_size
+    if tokenizer.vocab_size > words:
+        raise UserError(
+            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, "
+            f"the model's vocabulary ends at {words - 1}; they do not belong together"
+        )
+    return tokenizer
 
 
 def _rows(recipe: Recipe, path: str, tokenizer: Tokenizer) -> tuple[Rows, PrepareStats]:
@@ -354,7 +364,7 @@ def describe(resolved: Resolved, here: World, steps: int) -> list[str]:
 def dry_run(resolved: Resolved, here: World) -> str:
     """Everything that a run would do before its first step, in text; trains nothing and writes nothing."""
     recipe = resolved.recipe
-    tokenizer = Tokenizer(recipe.model.path)
+    tokenizer = _tokenizer(resolved)
     rows, stats = _rows(recipe, recipe.data.path, tokenizer)
     steps = _steps(recipe, _loader(recipe, rows, parallel.Alone(torch.device("cpu"))))
     lines = [recipe.to_toml(), *describe(resolved, here, steps), f"data    {stats.summary()}"]

@@ -96,6 +96,16 @@ def test_a_broken_base_is_one_clear_line_before_training(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tokenizer_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(made / "base", tmp_path / "base")
+    content = json.loads((base / "tokenizer.json").read_text())
+    extra = {**content["added_tokens"][0], "id": 99_999, "content": "<|of another model|>"}
+    content["added_tokens"].append(extra)
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    arguments = (made / "recipe.toml", "--model.path", base, "--run.dir", tmp_path / "run")
+    assert_one_line(train(1, *arguments), 2, "tokenizer.json", "has ids up to", "vocabulary ends at")
+
+
 DATA_FAULTS = {
     "empty-file": ([], ("data.jsonl",)),
     "no-messages": ([{"text": "hello"}], ("data.jsonl", "messages")),
