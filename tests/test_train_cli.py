@@ -103,7 +103,9 @@ def test_a_tokenizer_of_another_model_is_refused(made: Path, tmp_path: Path) -> 
     content["added_tokens"].append(extra)
     (base / "tokenizer.json").write_text(json.dumps(content))
     arguments = (made / "recipe.toml", "--model.path", base, "--run.dir", tmp_path / "run")
-    assert_one_line(train(1, *arguments), 2, "tokenizer.json", "has ids up to", "vocabulary ends at")
+    assert_one_line(
+        train(1, *arguments), 2, "tokenizer.json", "has ids up to", "vocabulary ends at"
+    )
 
 
 DATA_FAULTS = {
