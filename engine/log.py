@@ -8,6 +8,7 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,8 @@ from typing import IO, Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PROGRESS_SECONDS = 5.0
 
 
 class RunLog:
@@ -45,6 +48,22 @@ class RunLog:
     def say(self, message: str) -> None:
         """A line for the screen only."""
         self._console.print(message, markup=False)
+
+    def progress(self, what: str) -> Callable[[int, int], None]:
+        """A callback of (done, total) bytes for long work: a line every PROGRESS_SECONDS, none for short work."""
+        began = last = time.perf_counter()
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if now - last >= PROGRESS_SECONDS:
+                last = now
+                rate = done / (now - began) / 1e9
+                self.say(
+                    f"{what}  {done / 1e9:.1f} of {total / 1e9:.1f} GB of rank 0, {rate:.2f} GB/s"
+                )
+
+        return report
 
     def start_steps(self) -> None:
         """Shows the progress bar where there is a terminal."""

@@ -189,7 +189,7 @@ def execute(resolved: Resolved, here: World) -> Outcome:
         log = RunLog(folder, steps, recipe.run.log_every, plan.rank)
         job = _job(resolved, plan, lm, loader, eval_rows, steps, log, stop)
         _announce(resolved, here, job, stats, eval_stats)
-        load_weights(lm, resolved.checkpoint)
+        load_weights(lm, resolved.checkpoint, progress=log.progress("loading"))
         _warn_of_near_zero_rows(lm, tokenizer, log)
         outcome = train(job)
         kept = _export(job, folder, outcome) if recipe.run.export else None
@@ -396,7 +396,13 @@ def _export(job: Job, folder: Path, outcome: Outcome) -> float | None:
     recipe = job.recipe
     name = recipe.run.export if outcome.stopped_by is None else f"stopped_step_{outcome.steps:08d}"
     values = TrainedValues(job.lm, job.optimizer)
-    save_pretrained(job.lm, folder / name, max_shard_size=recipe.run.max_shard_size, value=values)
+    save_pretrained(
+        job.lm,
+        folder / name,
+        max_shard_size=recipe.run.max_shard_size,
+        value=values,
+        progress=job.log.progress("exporting"),
+    )
     projected, whole = job.plan.sum_over_ranks(values.sums).tolist()
     kept = projected / whole if whole else None
     share = "nothing moved" if kept is None else f"{kept:.2%} of the update reached the files"

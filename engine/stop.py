@@ -7,7 +7,8 @@ from types import FrameType
 class StopFlag:
     """Set by SIGINT, SIGTERM or SIGUSR1 on this rank; the loop carries it to the others with the step's sums.
 
-    A second SIGINT is a person who will not wait: it interrupts at once.
+    On Ctrl-C a rank gets SIGINT from the terminal and again from torchrun, so the second one changes nothing; a third
+    is a person who will not wait, and interrupts at once.
     """
 
     def __init__(self) -> None:
