@@ -3,6 +3,7 @@
 The only place that wires objects and the only one that reads the environment.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from hymoe.engine.optim import Optimizer, schedule
 from hymoe.engine.recipe import Recipe, check
 from hymoe.engine.stop import StopFlag
 from hymoe.engine.train import Job, Outcome, peak_memory_bytes, train
-from hymoe.kernels.launch import backends
+from hymoe.kernels.launch import backends, summary
 from hymoe.model.config import HybridConfig
 from hymoe.model.cost import count_parameters, flops_per_token, mean_context
 from hymoe.model.net import HybridLM
@@ -96,7 +97,7 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
     checkpoint = Checkpoint.open(recipe.model.path)
     try:
         config = HybridConfig.from_pretrained(recipe.model.path)
-        backends(recipe.run.kernels)
+        backends(recipe.run.kernels, here.device.type)
     except ValueError as error:
         raise UserError(str(error)) from None
     checkpoint.check_against(config)
@@ -320,7 +321,10 @@ def _announce(
         "start",
         recipe=resolved.recipe.to_toml(),
         recipe_sha256=resolved.recipe.sha256,
-        kernels=job.lm.kernels,
+        kernels={
+            operation: dataclasses.asdict(choice)
+            for operation, choice in backends(job.lm.kernels, here.device.type).items()
+        },
         machine=machine_stamp(job.plan.device),
         world_size=here.size,
         data=stats.as_dict(),
@@ -332,13 +336,14 @@ def describe(resolved: Resolved, here: World, steps: int) -> list[str]:
     """Lines for a person: model, parallel plan, schedule, memory."""
     recipe, counts = resolved.recipe, count_parameters(resolved.config)
     optim, train_ = recipe.optim, recipe.train
-    kernels = ", ".join(sorted(set(backends(recipe.run.kernels).values())))
+    chosen = backends(recipe.run.kernels, here.device.type)
     files = len({entry.file for entry in resolved.checkpoint.entries.values()})
     lines = [
         f"model   {recipe.model.path}: {counts.total:,} parameters, {counts.active:,} active a token, "
         f"{len(resolved.config.pattern)} layers {resolved.config.pattern}, {recipe.model.dtype}, {files} files",
         f"plan    {here.size} x {here.device.type}; a step: {train_.step_tokens:,} tokens = {here.size} ranks x "
-        f"{resolved.micro_steps} micro-steps x {recipe.data.micro_tokens:,} tokens; kernels: {kernels}",
+        f"{resolved.micro_steps} micro-steps x {recipe.data.micro_tokens:,} tokens",
+        *(f"kernels {line}" for line in summary(chosen)),
     ]
     shape = {
         "lr": optim.lr,

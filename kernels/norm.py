@@ -7,14 +7,28 @@ dx = du * silu(z), dz = du * x * silu'(z), silu'(z) = s * (1 + z * (1 - s)) with
 
 Dtypes: arithmetic in float32 (float64 for float64), output rounded once to x's dtype.
 Memory: the inputs and r, (T,) or (T, G); u is computed again in the backward pass.
+On a GPU: one program a row in the forward pass. In the backward pass a fixed number of programs walk the rows, each
+with its own partial dw in registers; the partial sums are added in one order, so the bits do not vary.
 Source: Zhang and Sennrich 2019 (RMS norm); Dao and Gu 2024, section 7 (the gated norm of Mamba-2).
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape, row_tiles
+from hymoe.kernels.launch import (
+    arithmetic_dtype,
+    check_shape,
+    launch,
+    narrow,
+    row_tiles,
+    target,
+    uses_triton,
+)
+
+PROGRAMS_PER_SM = 2  # of the backward pass: enough loads in flight, few partial sums
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,13 +118,147 @@ def _norm_backward(x: Tensor, dy: Tensor, weight: Tensor, r: Tensor) -> tuple[Te
     return g.sub_(normed.mul_(mean)).mul_(r), dw.sum(0)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    z_ptr,
+    weight_ptr,
+    y_ptr,
+    r_ptr,
+    x_stride,
+    z_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)
+    within = tl.arange(0, BLOCK)
+    column = group[:, None] * SIZE + within[None, :]  # (G, SIZE)
+    mask = (group[:, None] < GROUPS) & (within[None, :] < SIZE)
+    u = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        z = tl.load(z_ptr + row * z_stride + column, mask=mask, other=0.0).to(tl.float32)
+        u = u * (z * tl.sigmoid(z))
+    r = tl.rsqrt(tl.sum(u * u, axis=1) / SIZE + eps)  # (G,)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    y = weight * (u * r[:, None])
+    tl.store(y_ptr + row * (GROUPS * SIZE) + column, narrow(y, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(r_ptr + row * GROUPS + group, r, mask=group < GROUPS)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    z_ptr,
+    weight_ptr,
+    r_ptr,
+    dy_ptr,
+    dx_ptr,
+    dz_ptr,
+    dweight_ptr,
+    rows,
+    x_stride,
+    z_stride,
+    dy_stride,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)
+    within = tl.arange(0, BLOCK)
+    column = group[:, None] * SIZE + within[None, :]  # (G, SIZE)
+    mask = (group[:, None] < GROUPS) & (within[None, :] < SIZE)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_G, BLOCK), dtype=tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+        r = tl.load(r_ptr + row * GROUPS + group, mask=group < GROUPS, other=0.0)
+        normed = x * r[:, None]
+        if GATED:
+            z = tl.load(z_ptr + row * z_stride + column, mask=mask, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(z)
+            normed = normed * (z * sigmoid)
+        dweight += dy * normed
+        g = dy * weight
+        mean = tl.sum(g * normed, axis=1) / SIZE  # (G,)
+        du = r[:, None] * (g - normed * mean[:, None])
+        out = row * (GROUPS * SIZE) + column
+        if GATED:
+            dz = du * x * (sigmoid * (1 + z * (1 - sigmoid)))
+            tl.store(dz_ptr + out, narrow(dz, dz_ptr.dtype.element_ty), mask=mask)
+            du = du * (z * sigmoid)
+        tl.store(dx_ptr + out, narrow(du, dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dweight_ptr + program * (GROUPS * SIZE) + column, dweight, mask=mask)
+
+
+def _blocks(width: int, groups: int) -> dict[str, int]:
+    """Constexprs and warps of both kernels; a row of 2,688 or 4,096 values takes 16 of each of 256 threads."""
+    size = width // groups
+    block_g, block = triton.next_power_of_2(groups), triton.next_power_of_2(size)
+    warps = min(16, max(1, block_g * block // 512))
+    return {"GROUPS": groups, "SIZE": size, "BLOCK_G": block_g, "BLOCK": block, "num_warps": warps}
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """X itself where only its rows lie apart, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _TritonNorm(torch.autograd.Function):
+    """Both norms; `z` is None for the one without a gate."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, z: Tensor | None, weight: Tensor, groups: int, eps: float):
+        x, z = _rows_contiguous(x), None if z is None else _rows_contiguous(z)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        r = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
+        gate = x if z is None else z
+        launch(
+            _forward_kernel,
+            (x.shape[0],),
+            *(x, gate, weight, y, r, x.stride(0), gate.stride(0), eps),
+            GATED=z is not None,
+            **_blocks(x.shape[1], groups),
+        )
+        ctx.save_for_backward(x, z, weight, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, z, weight, r = ctx.saved_tensors
+        dy = _rows_contiguous(dy)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dz = None if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        gate = x if z is None else z
+        programs = min(x.shape[0], PROGRAMS_PER_SM * target(x.device).num_sms)
+        partial = torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
+        launch(
+            _backward_kernel,
+            (programs,),
+            *(x, gate, weight, r, dy, dx, dx if dz is None else dz, partial),
+            *(x.shape[0], x.stride(0), gate.stride(0), dy.stride(0)),
+            GATED=z is not None,
+            **_blocks(x.shape[1], r.shape[1]),
+        )
+        return dx, dz, partial.sum(0).to(weight.dtype), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str = "auto") -> Tensor:
     """Root-mean-square norm of each row.
 
     Args:
         x: (T, D) residual stream.
         weight: (D,) any floating dtype.
         eps: added to the mean square.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         y: (T, D) in x's dtype.
@@ -119,10 +267,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: the weight is not (D,).
     """
     check_shape("rms_norm weight", weight, (x.shape[-1],))
+    if uses_triton("rms_norm", kernels, x):
+        return _TritonNorm.apply(x, None, weight, 1, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, kernels: str = "auto"
+) -> Tensor:
     """RMS norm within each group of x * silu(z).
 
     Args:
@@ -131,6 +283,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
         weight: (H*P,) any floating dtype.
         groups: G; must divide H*P.
         eps: added to the mean square.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         y: (T, H*P) in x's dtype.
@@ -144,4 +297,6 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
         raise ValueError(
             f"gated_rms_norm: width {x.shape[-1]} does not divide into {groups} groups"
         )
+    if uses_triton("gated_rms_norm", kernels, x):
+        return _TritonNorm.apply(x, z, weight, groups, eps)
     return _GatedRMSNorm.apply(x, z, weight, groups, eps)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hymoe.kernels.launch import backends
+from hymoe.kernels.launch import CHOICES
 from hymoe.kernels.loss import linear_cross_entropy
 from hymoe.kernels.norm import rms_norm
 from hymoe.kernels.packed import Packed
@@ -110,13 +110,15 @@ class HybridLM(nn.Module):
 
         Args:
             config: the shape.
-            kernels: auto | torch | triton | packages; see `hymoe.kernels.launch.backends`.
+            kernels: auto | torch | triton | packages; see `hymoe.kernels.launch.choose`.
             dtype: of all but the small tensors (norms, router, A_log, D, dt_bias, convolution biases): float32.
             device: where to allocate; "meta" allocates nothing.
         """
         super().__init__()
         self.config = config
-        self.kernels = backends(kernels)
+        if kernels not in CHOICES:
+            raise ValueError(f"kernels = {kernels!r}; expected one of {', '.join(CHOICES)}")
+        self.kernels = kernels
         self.source: Path | None = (
             None  # the HF folder that the weights came from; set by whoever loads them
         )

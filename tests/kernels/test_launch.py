@@ -3,17 +3,79 @@
 import pytest
 import torch
 
-from hymoe.kernels.launch import OPERATIONS, arithmetic_dtype, backends, check_shape
+from hymoe.kernels import launch
+from hymoe.kernels.launch import (
+    OPERATIONS,
+    arithmetic_dtype,
+    backends,
+    check_shape,
+    choose,
+    summary,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_every_operation_has_an_implementation(kernels: str) -> None:
-    assert backends(kernels) == dict.fromkeys(OPERATIONS, "torch")
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_a_cpu_runs_the_torch_versions(
+    kernels: str, interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", interpreted)
+    assert {c.name for c in backends(kernels, "cpu").values()} == {"torch"}
+
+
+@pytest.mark.parametrize("kernels", ["triton", "packages"])
+def test_kernels_that_need_a_gpu_are_refused_without_one(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=f"kernels = '{kernels}': rms_norm is on a CPU"):
+        backends(kernels, "cpu")
+
+
+def test_the_interpreter_runs_the_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert choose("rms_norm", "triton", "cpu", torch.float32).name == "triton"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_gpu_runs_packages_where_installed_and_says_where_not(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        launch.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
+    chosen = backends("auto", "cuda")
+    assert set(chosen) == set(OPERATIONS)
+    assert chosen["expert_mlp"].name == "triton"
+    assert chosen["ssd_scan"].name == ("mamba_ssm" if installed else "triton")
+    lines = summary(chosen)
+    assert sum(line.count("ssd_scan") for line in lines) == 1
+    if not installed:
+        assert any(
+            line.startswith("triton (mamba_ssm is not installed): ssd_scan") for line in lines
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"causal_conv1d needs causal_conv1d, which is not installed; pip install",
+        ):
+            backends("packages", "cuda")
+    assert choose("ssd_scan", "triton", "cuda").name == "triton"
+
+
+def test_float64_is_for_torch() -> None:
+    assert choose("rms_norm", "triton", "cuda", torch.float64).name == "torch"
 
 
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kernels = 'cuda'; expected one of auto, torch, triton"):
-        backends("cuda")
+        backends("cuda", "cuda")
 
 
 def test_arithmetic_is_float32_or_wider() -> None:

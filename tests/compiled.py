@@ -1,0 +1,48 @@
+"""The compiler's reports of a family of kernels, made in a process without Triton's interpreter."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.aot import ASYNC_COPIES, MATRIX_OPCODES, SLOW_PATHS, Report
+from hymoe.kernels.launch import KNOWN_TARGETS
+
+REPO = Path(__file__).resolve().parent.parent
+ARCHS = tuple(KNOWN_TARGETS)
+
+
+@functools.cache
+def reports(family: str, arch: int) -> list[Report]:
+    """Every kernel of the family on one chip, each with every tile that the table can choose."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "reports.json"
+        command = [sys.executable, "benchmarks/compile_report.py", family, "--arch", str(arch)]
+        done = subprocess.run(
+            [*command, "--json", str(file)], cwd=REPO, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found = json.loads(file.read_text())
+    return [Report(**one | {"opcodes": Counter(one["opcodes"])}) for one in found]
+
+
+def assert_fits(report: Report) -> None:
+    """No spills, and shared memory within the chip's limit."""
+    assert report.stack_bytes == 0, f"{report.name} {report.constexprs}: stack {report.stack_bytes}"
+    assert report.spills == 0, f"{report.name} {report.constexprs}: {report.spills} spills"
+    limit = KNOWN_TARGETS[report.arch].shared_bytes
+    assert report.shared_bytes <= limit, f"{report.name}: {report.shared_bytes} of {limit} bytes"
+
+
+def assert_fast_product(report: Report) -> None:
+    """The matrix instructions that the chip is for and none of a slower path, and asynchronous copies."""
+    where = f"sm_{report.arch} {report.name} {report.constexprs}"
+    assert report.count(MATRIX_OPCODES[report.arch]) > 0, f"{where}: {report.opcodes}"
+    slow = SLOW_PATHS.get(report.arch, ())
+    assert not report.count(*slow), f"{where}: {slow} in {report.opcodes}"
+    assert report.count(*ASYNC_COPIES) > 0, f"{where}: no asynchronous copies"
