@@ -1,5 +1,6 @@
-"""Shapes of the real model (Nemotron-3.5-Lightning-30B-A3B) and of one rank's micro-step, in the letters of `model/config.py`."""
+"""Shapes of the real model and of one rank's micro-step, in the letters of `model/config.py`."""
 
+# Nemotron-3.5-Lightning-30B-A3B
 T = 16_384  # tokens of a micro-step
 D = 2_688  # hidden size
 V = 131_072  # vocabulary
