@@ -1,14 +1,13 @@
 """The recipe of a run: frozen dataclasses, read from TOML, changed by command-line flags, checked as a whole."""
 
 import dataclasses
-import difflib
 import hashlib
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hymoe.engine.errors import UserError
+from hymoe.engine.typed_toml import from_table, nearest, read_toml, to_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +119,7 @@ class Recipe:
         """The recipe as the file that would give it."""
         lines = []
         for section in dataclasses.fields(self):
-            lines.append(f"[{section.name}]")
-            values = dataclasses.asdict(getattr(self, section.name))
-            lines += [
-                f"{key} = {_toml(value)}" for key, value in values.items() if value is not None
-            ]
+            lines += [f"[{section.name}]", *to_table(getattr(self, section.name))]
             lines.append("")
         return "\n".join(lines)
 
@@ -141,66 +136,20 @@ def load(path: str | Path) -> Recipe:
         UserError: no such file, no TOML, an unknown section or key (with the nearest name), a value of another type.
     """
     path = Path(path)
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid TOML ({error})") from None
+    raw = read_toml(path)
     sections = {f.name: f for f in dataclasses.fields(Recipe)}
     built = {}
     for name, values in raw.items():
         if name not in sections:
-            raise UserError(f"{path}: unknown section [{name}]{_nearest(name, sections)}")
+            raise UserError(f"{path}: unknown section [{name}]{nearest(name, sections)}")
         if not isinstance(values, dict):
             raise UserError(
                 f"{path}: {name} = {values!r} stands outside a section; expected [{name}]"
             )
-        built[name] = _section(path, name, sections[name].default_factory, values)
+        if "expert_parallel" in values:  # a number or "auto": one type on the command line
+            values["expert_parallel"] = str(values["expert_parallel"])
+        built[name] = from_table(f"{path}: [{name}]", sections[name].default_factory, values)
     return Recipe(**built)
-
-
-def _section(path: Path, section: str, kind: Any, values: dict[str, Any]) -> Any:
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for key, value in values.items():
-        where = f"{path}: [{section}] {key}"
-        if key not in fields:
-            raise UserError(f"{where} is unknown{_nearest(key, fields)}")
-        expected = fields[key].type
-        if key == "expert_parallel":
-            values[key] = value = str(value)
-        if expected is float and isinstance(value, int) and not isinstance(value, bool):
-            values[key] = value = float(value)
-        choices = getattr(expected, "__args__", None) if "Literal" in str(expected) else None
-        if choices is not None:
-            if value not in choices:
-                raise UserError(
-                    f"{where} = {value!r}; expected one of {', '.join(map(str, choices))}"
-                )
-        elif not isinstance(value, expected) or isinstance(value, bool) != (expected is bool):
-            raise UserError(
-                f"{where} = {value!r}; expected {getattr(expected, '__name__', expected)}"
-            )
-    return kind(**values)
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = (
-            value.replace("\\", "\\\\")
-            .replace('"', '\\"')
-            .replace("\n", "\\n")
-            .replace("\t", "\\t")
-        )
-        return f'"{escaped}"'
-    return repr(value)
 
 
 def check(recipe: Recipe, world_size: int) -> int:

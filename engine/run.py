@@ -4,6 +4,7 @@ The only place that wires objects and the only one that reads the environment.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -15,8 +16,9 @@ import torch
 
 from hymoe.engine import budget, parallel
 from hymoe.engine.data.loader import Loader
-from hymoe.engine.data.prepare import PrepareStats, prepare_jsonl
-from hymoe.engine.data.rows import Rows
+from hymoe.engine.data.prepare import prepare_jsonl
+from hymoe.engine.data.rows import Described, Rows
+from hymoe.engine.data.store import PackedRows
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.errors import UserError
 from hymoe.engine.export import TrainedValues
@@ -211,8 +213,17 @@ def _tokenizer(resolved: Resolved) -> Tokenizer:
     return tokenizer
 
 
-def _rows(recipe: Recipe, path: str, tokenizer: Tokenizer) -> tuple[Rows, PrepareStats]:
-    return prepare_jsonl(path, tokenizer, recipe.data.seq_len, recipe.train.seed)
+def _rows(recipe: Recipe, path: str, tokenizer: Tokenizer) -> tuple[Rows, Described]:
+    """Packed rows of a prepared folder, or of a JSONL file that is prepared here; and what to say of them."""
+    if not Path(path).is_dir():
+        return prepare_jsonl(path, tokenizer, recipe.data.seq_len, recipe.train.seed)
+    rows = PackedRows(path)
+    sha256 = hashlib.sha256(tokenizer.path.read_bytes()).hexdigest()
+    if rows.manifest["tokenizer_sha256"] != sha256:
+        raise UserError(
+            f"{path}: prepared with another tokenizer than {tokenizer.path}; prepare the data with this model"
+        )
+    return rows, rows
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -310,7 +321,7 @@ def _peak_flops(device: torch.device) -> float | None:
 
 
 def _announce(
-    resolved: Resolved, here: World, job: Job, stats: PrepareStats, eval_stats: PrepareStats | None
+    resolved: Resolved, here: World, job: Job, stats: Described, eval_stats: Described | None
 ) -> None:
     for line in describe(resolved, here, job.steps):
         job.log.say(line)

@@ -75,7 +75,7 @@ def held_out_loss(twin: torch.nn.Module, path: Path, tokenizer: Tokenizer) -> tu
     for row in read_rows(path):
         if drop_reason(row.messages) is not None:
             continue
-        ids, mask = render(row.messages, tokenizer)
+        ids, mask, _ = render(row.messages, tokenizer)
         if len(ids) > SEQ_LEN:
             continue
         labels = torch.tensor(shifted_labels(ids, mask))

@@ -4,14 +4,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hymoe.engine.data.chat import drop_reason, render, shifted_labels
+from hymoe.engine.data.chat import shifted_labels
 from hymoe.engine.data.formats import read_rows
 from hymoe.engine.data.pack import pack_best_fit
+from hymoe.engine.data.render import TOO_LONG, Renderer, Rules
 from hymoe.engine.data.rows import MemoryRows
+from hymoe.engine.data.schema import Conversation
+from hymoe.engine.data.template import LeftOut
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.errors import UserError
-
-TOO_LONG = ("drop", "cut")
 
 
 @dataclass(slots=True)
@@ -22,7 +23,7 @@ class PrepareStats:
     rows_read: int = 0
     rows_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    rows_cut: int = 0  # kept, but not whole
+    rows_cut: int = 0  # kept, but not in one piece
     tokens: int = 0
     supervised_tokens: int = 0
     longest_tokens: int = 0
@@ -69,8 +70,7 @@ def prepare_jsonl(
         tokenizer: the checkpoint's tokenizer or its folder.
         seq_len: most tokens of a packed row, and of a conversation.
         seed: of the packing.
-        too_long: what happens to a conversation of more than `seq_len` tokens: "drop" leaves it out
-            and counts it, "cut" keeps its first `seq_len` tokens, without an invented end.
+        too_long: what happens to a conversation of more than `seq_len` tokens, see `render.Rules`.
 
     Raises:
         UserError: a broken file or row, or nothing left to train on.
@@ -79,26 +79,24 @@ def prepare_jsonl(
         raise UserError(f"too_long = {too_long!r}, expected one of {', '.join(TOO_LONG)}")
     if seq_len < 2:
         raise UserError(f"seq_len = {seq_len}, expected 2 or more")
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer(tokenizer)
+    file = tokenizer.path if isinstance(tokenizer, Tokenizer) else Path(tokenizer)
+    renderer = Renderer(Rules(file, "chatml", file, None, seq_len, too_long))
     stats = PrepareStats(source=str(path), seq_len=seq_len)
     documents: list[tuple[list[int], list[int]]] = []
     for row in read_rows(path):
         stats.rows_read += 1
-        reason = drop_reason(row.messages)
-        if reason is None:
-            ids, mask = render(row.messages, tokenizer)
-            reason = _drop_reason_of_tokens(len(ids), mask[:seq_len], seq_len, too_long)
-        if reason is not None:
-            stats.dropped[reason] += 1
+        try:
+            found = renderer.documents(Conversation(row.messages))
+        except LeftOut as error:
+            stats.dropped[error.reason] += 1
             continue
-        stats.rows_cut += len(ids) > seq_len
-        ids, mask = ids[:seq_len], mask[:seq_len]
-        documents.append((ids, shifted_labels(ids, mask)))
         stats.rows_kept += 1
-        stats.tokens += len(ids)
-        stats.supervised_tokens += sum(mask)
-        stats.longest_tokens = max(stats.longest_tokens, len(ids))
+        stats.rows_cut += found.cut
+        for ids, trained in found.parts:
+            documents.append((ids.tolist(), shifted_labels(ids.tolist(), trained.tolist())))
+            stats.tokens += len(ids)
+            stats.supervised_tokens += int(trained[1:].sum())
+            stats.longest_tokens = max(stats.longest_tokens, len(ids))
     if not documents:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(stats.dropped.items()))
         raise UserError(
@@ -108,11 +106,3 @@ def prepare_jsonl(
     packing = pack_best_fit([len(ids) for ids, _ in documents], seq_len, seed)
     stats.packed_rows = len(packing)
     return MemoryRows(documents, packing, seq_len), stats
-
-
-def _drop_reason_of_tokens(
-    num_tokens: int, kept_mask: list[bool], seq_len: int, too_long: str
-) -> str | None:
-    if num_tokens > seq_len and too_long == "drop":
-        return "too_long"
-    return None if any(kept_mask) else "no_supervised_token"

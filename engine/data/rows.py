@@ -1,7 +1,7 @@
 """Packed rows, the shape in which data reaches the loop: documents end to end, labels shifted."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,18 @@ class Rows(Protocol):
 
     def supervised_tokens(self, i: int) -> int:
         """Number of labels of row i that are not -100, without reading it."""
+        ...
+
+
+class Described(Protocol):
+    """What is said of a data set when a run starts."""
+
+    def summary(self) -> str:
+        """One line for a person."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for a log."""
         ...
 
 

@@ -6,6 +6,7 @@ user's message is encoded as the characters it consists of, and decodes back to 
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ class Tokenizer:
         added = content.get("added_tokens") or []
         self._hidden = frozenset(token["id"] for token in added if token.get("special"))
         self._added = {token["id"]: token["content"] for token in added}
+        self._fixed: dict[str, list[int]] = {}
+        self._control_spellings = frozenset(self._added.values())
+        longest_first = sorted(self._control_spellings, key=lambda t: (-len(t), t))
+        self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         # `encode_special_tokens` hides only tokens that are marked special, and a checkpoint leaves
         # some unmarked (`<think>`). In this copy all are; what decoding leaves out is decided in
         # `decode`.
@@ -76,6 +81,28 @@ class Tokenizer:
                 "tokens; its model has that spelling in the vocabulary of text"
             )
         return ids
+
+    def is_control(self, id: int) -> bool:
+        """Whether an id is a control token's."""
+        return id in self._added
+
+    def encode_fixed(self, text: str) -> list[int]:
+        """Ids of a template's own text, its control tokens as such; kept, because headers recur with every turn."""
+        if text not in self._fixed:
+            self._fixed[text] = [
+                i
+                for piece, is_control in self.split_control(text)
+                for i in ([self.id_of(piece)] if is_control else self.encode(piece))
+            ]
+        return self._fixed[text]
+
+    def split_control(self, text: str) -> list[tuple[str, bool]]:
+        """Cuts a template's own text at its control tokens: (piece, whether it is a control token), none empty."""
+        return [
+            (piece, piece in self._control_spellings)
+            for piece in self._control_pattern.split(text)
+            if piece
+        ]
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = True) -> str:
         """Text of token ids, control tokens spelled out.

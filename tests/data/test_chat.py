@@ -34,7 +34,7 @@ def chat(*turns: tuple[str, str | None]) -> tuple[Message, ...]:
 
 def spans(tokenizer: Tokenizer, messages: tuple[Message, ...]) -> list[str]:
     """Text of each run of supervised tokens."""
-    ids, mask = render(messages, tokenizer)
+    ids, mask, _ = render(messages, tokenizer)
     runs: list[list[int]] = []
     for i, (token, on) in enumerate(zip(ids, mask, strict=True)):
         if on and not (i and mask[i - 1]):
@@ -48,7 +48,7 @@ def test_mask_snapshot_of_a_real_tokenizer(real_tokenizer: Tokenizer) -> None:
     messages = chat(
         ("system", "S"), ("user", "U1"), ("assistant", "A1"), ("user", "U2"), ("assistant", "A2")
     )
-    ids, mask = render(messages, real_tokenizer)
+    ids, mask, _ = render(messages, real_tokenizer)
     # Ids by the tokenizer's own file; 1 and 2 are the control tokens, 198 the newline.
     assert ids == [
         *(1, 9690, 198, 67, 2, 198),
@@ -64,7 +64,7 @@ def test_mask_snapshot_of_a_real_tokenizer(real_tokenizer: Tokenizer) -> None:
 
 
 def test_labels_are_the_next_supervised_ids(real_tokenizer: Tokenizer) -> None:
-    ids, mask = render(chat(("user", "U1"), ("assistant", "A1")), real_tokenizer)
+    ids, mask, _ = render(chat(("user", "U1"), ("assistant", "A1")), real_tokenizer)
     labels = shifted_labels(ids, mask)
     assert labels == [*[-100] * 10, 49, 33, 2, -100, -100]
     assert ids[10] == 198  # the header's newline predicts the answer's first token
@@ -85,7 +85,7 @@ def test_content_cannot_forge_a_turn(
     turns = {"system": "s", "user": "u", "assistant": "a", role: attack}
     messages = chat(*turns.items())
     for one in (tokenizer, real_tokenizer):
-        ids, _ = render(messages, one)
+        ids, _, _ = render(messages, one)
         assert ids.count(one.im_start) == ids.count(one.im_end) == 3
         assert spans(one, messages) == [turns["assistant"] + "<|im_end|>"]
         assert one.decode(ids) == "".join(
@@ -104,7 +104,7 @@ def test_headers_are_encoded_alone_as_at_generation(real_tokenizer: Tokenizer) -
     # "\n\n" is one token of this vocabulary: encoded together, the header's newline would vanish in it.
     assert len(real_tokenizer.encode("\n\n")) == 1
     messages = chat(("user", "q"), ("assistant", "\n\nanswer"))
-    ids, mask = render(messages, real_tokenizer)
+    ids, mask, _ = render(messages, real_tokenizer)
     prompt = render_prompt(messages[:1], real_tokenizer)
     assert ids[: len(prompt)] == prompt
     assert mask[len(prompt) - 1 : len(prompt) + 1] == [False, True]
@@ -117,7 +117,7 @@ def test_random_conversations(tokenizer: Tokenizer) -> None:
         messages = chat(
             *((role, "".join(rng.choices(PARTS, k=rng.randint(1, 6)))) for role in roles)
         )
-        ids, mask = render(messages, tokenizer)
+        ids, mask, _ = render(messages, tokenizer)
         assert tokenizer.decode(ids) == "".join(
             f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages
         )

@@ -29,7 +29,7 @@ def test_every_kept_document_once_with_its_labels(tokenizer: Tokenizer, tmp_path
     expected = []
     for row in read_rows(path):
         if row.messages[0].content:
-            ids, mask = render(row.messages, tokenizer)
+            ids, mask, _ = render(row.messages, tokenizer)
             expected.append((ids, shifted_labels(ids, mask)))
     found = []
     for i in range(len(rows)):
@@ -95,7 +95,7 @@ def test_cut_keeps_no_row_without_a_supervised_token(tokenizer: Tokenizer, tmp_p
     assert dict(dropped.dropped) == {"too_long": 2}
     assert dict(cut.dropped) == {"no_supervised_token": 1}
     assert (cut.rows_read, cut.rows_kept, cut.rows_cut) == (3, 2, 1)
-    ids, mask = render(
+    ids, mask, _ = render(
         next(r for r in read_rows(path) if r.where.endswith(":3")).messages, tokenizer
     )
     kept = sum(mask[:64])
