@@ -40,7 +40,7 @@ def drop_reason(messages: Sequence[Message], tools: bool = False) -> str | None:
         tools: whether answers may call tools: tool messages and another answer then follow.
     """
     for message in messages:
-        calls = tools and message.role == "assistant" and bool(message.extra)
+        calls = tools and message.role == "assistant" and "tool_calls" in (message.extra or {})
         if message.content is None and not calls:
             return f"null_{message.role}"
         text = (message.content or "").strip()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hymoe.engine.data import sources
+from hymoe.engine.data import formats, sources
 from hymoe.engine.data.mixture import Mixture, Source
 from hymoe.engine.data.pack import pack_best_fit
 from hymoe.engine.data.render import Document, Rules
@@ -228,8 +228,17 @@ def _render(
     wanted = np.zeros(total, dtype=np.bool_)
     wanted[rows] = True
 
+    columns = None
+    if all(
+        file.suffix == ".parquet" for file in files
+    ):  # where a column that is not read costs nothing
+        format_ = formats.recognise(
+            sources.columns_of(files), source.format, f"source {source.name}"
+        )
+        columns = {*format_.columns, *source.where}
+
     def tasks() -> Iterator[tuple[Any, np.ndarray, Source, int]]:
-        for chunk in sources.chunks(files):
+        for chunk in sources.chunks(files, columns):
             mine = wanted[chunk.first_row : chunk.first_row + chunk.num_rows]
             if mine.any():
                 yield chunk, mine, source, mixture.seed

@@ -9,8 +9,7 @@ from hymoe.engine.data.formats import read_rows
 from hymoe.engine.data.pack import pack_best_fit
 from hymoe.engine.data.render import TOO_LONG, Renderer, Rules
 from hymoe.engine.data.rows import MemoryRows
-from hymoe.engine.data.schema import Conversation
-from hymoe.engine.data.template import LeftOut
+from hymoe.engine.data.schema import Conversation, LeftOut
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.errors import UserError
 

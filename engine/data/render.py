@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hymoe.engine.data.chat import Rendered, drop_reason, render
-from hymoe.engine.data.schema import Conversation, Message
-from hymoe.engine.data.template import LeftOut, load_template
+from hymoe.engine.data.schema import Conversation, LeftOut, Message
+from hymoe.engine.data.template import load_template
 from hymoe.engine.data.tokenizer import Tokenizer
 
 Document = tuple[np.ndarray, np.ndarray]  # ids int32 (T,), trained bool (T,)
@@ -73,8 +73,8 @@ class Renderer:
         conversation = with_system(conversation, system, self.rules.system_prompt)
         tools = self.template is not None
         reason = drop_reason(conversation.messages, tools=tools)
-        if reason is None and not tools and conversation.tools:
-            reason = "tools"  # the built-in ChatML has no place for them
+        if reason is None and not tools:
+            reason = _no_place_in_chatml(conversation)
         if reason is not None:
             raise LeftOut(reason)
         if self.template is not None:
@@ -106,6 +106,14 @@ class Renderer:
         if not found:
             raise LeftOut("no_supervised_token")
         return Documents(found, size > limit)
+
+
+def _no_place_in_chatml(conversation: Conversation) -> str | None:
+    """What of a conversation the built-in ChatML would drop in silence; names alone mean nothing to it."""
+    keys = {key for message in conversation.messages for key in message.extra or ()}
+    if conversation.tools or "tool_calls" in keys:
+        return "tools"
+    return "reasoning_field" if "reasoning_content" in keys else None
 
 
 def with_system(conversation: Conversation, how: str, prompt: str | None) -> Conversation:

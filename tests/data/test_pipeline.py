@@ -13,9 +13,8 @@ from hymoe.engine.data.loader import Loader
 from hymoe.engine.data.mixture import load_mixture
 from hymoe.engine.data.pipeline import prepare
 from hymoe.engine.data.render import Renderer, Rules
-from hymoe.engine.data.schema import Conversation, Message
+from hymoe.engine.data.schema import Conversation, LeftOut, Message
 from hymoe.engine.data.store import PackedRows, read_manifest
-from hymoe.engine.data.template import LeftOut
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.errors import UserError
 

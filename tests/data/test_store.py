@@ -132,6 +132,6 @@ def test_verify_finds_a_row_that_trains_nothing(tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
-    write(tmp_path / "packed", recipe={"name": "Grüße"})
+    write(tmp_path / "packed", recipe={"name": "Gr\u00fc\u00dfe"})
     content = json.loads((tmp_path / "packed" / "manifest.json").read_text(encoding="utf-8"))
-    assert content["recipe"] == {"name": "Grüße"}
+    assert content["recipe"] == {"name": "Gr\u00fc\u00dfe"}
