@@ -6,16 +6,19 @@ and square root correctly rounded), in this order and association:
     g  = float32(grad) * factor                         factor: clip factor and loss scale in one
     m' = m * beta1 + g * (1 - beta1)
     v' = v * beta2 + (g * g) * (1 - beta2)
-    u  = m' / (sqrt(v') / root + eps) * step_size
+    u  = m' / (sqrt(v') + eps_t) * step_size
     u  = u + w * decay                                  where weight_decay is not 0
     w' = w - u
 
-beta1, 1 - beta1, beta2, 1 - beta2 and eps are computed in float64 and rounded to float32 once. The
+beta1, 1 - beta1, beta2 and 1 - beta2 are computed in float64 and rounded to float32 once. The
 rest is computed on the device, in float64, from t = step + 1 (see `Scalars`):
 
-    step_size = float32(lr / (1 - beta1^t))    root = float32(sqrt(1 - beta2^t))
+    root      = sqrt(1 - beta2^t)
+    step_size = float32(lr * root / (1 - beta1^t))    eps_t = float32(eps * root)
     decay     = float32(lr * weight_decay)
 
+With these u is m' / (1 - beta1^t) / (sqrt(v') / root + eps) * lr, and no sqrt(v') is divided: that division would be
+one in six of the GPU kernel's instructions, which must hide behind its memory traffic.
 The decay is part of the update because a factor 1 - lr * weight_decay is 1 in float32 at lr = 3e-7.
 u uses m' and v' before they are stored.
 
@@ -34,9 +37,11 @@ index in the whole tensor decide, so that any sharding gives the same bits.
 **Skipped steps.** Where the factor is not finite, nothing changes: neither weights, moments, remainders nor
 the count. The device decides (no host synchronisation).
 
-**Memory.** In place; temporaries are a few slices (`rounding.slice_length`), whatever the tensor's size.
+**Memory.** In place; temporaries are a few slices (`rounding.slice_length`), whatever the tensor's size. On a GPU
+there are none, see `adamw_triton.py`.
 
-Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
+Sources: Kingma and Ba, "Adam", ICLR 2015, whose section 2 gives this order of the corrections; Loshchilov and
+Hutter, "Decoupled weight decay regularization", ICLR 2019.
 """
 
 from collections.abc import Sequence
@@ -45,6 +50,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hymoe.kernels.adamw_triton import triton_step
+from hymoe.kernels.launch import uses_triton
 from hymoe.kernels.rounding import (
     high_bits,
     join_master,
@@ -69,9 +76,9 @@ class Scalars:
         count: int64, t: applied steps, this one included.
         factor: float32, multiplies the gradient.
         lr: float64.
-        step_size: float32, lr / (1 - beta1^t).
-        root: float32, sqrt(1 - beta2^t).
-        beta1, beta2, eps: as given.
+        step_size: float32, lr * sqrt(1 - beta2^t) / (1 - beta1^t).
+        eps: float32, eps * sqrt(1 - beta2^t).
+        beta1, beta2: as given.
     """
 
     applied: Tensor
@@ -79,10 +86,14 @@ class Scalars:
     factor: Tensor
     lr: Tensor
     step_size: Tensor
-    root: Tensor
+    eps: Tensor
     beta1: float
     beta2: float
-    eps: float
+
+    @property
+    def is_v_stochastic(self) -> bool:
+        """Whether BF16 second moments are rounded stochastically."""
+        return self.beta2 >= STOCHASTIC_BETA2
 
     def decay(self, weight_decay: float) -> Tensor:
         """() float32: lr * weight_decay."""
@@ -98,16 +109,16 @@ def step_scalars(
     lr = lr.to(torch.float64)
     count = step + 1
     t = count.to(torch.float64)
+    root = torch.sqrt(1 - torch.pow(beta2, t))
     return Scalars(
         applied=torch.isfinite(factor),
         count=count,
         factor=factor,
         lr=lr,
-        step_size=(lr / (1 - torch.pow(beta1, t))).float(),
-        root=torch.sqrt(1 - torch.pow(beta2, t)).float(),
+        step_size=(lr * root / (1 - torch.pow(beta1, t))).float(),
+        eps=(eps * root).float(),
         beta1=beta1,
         beta2=beta2,
-        eps=eps,
     )
 
 
@@ -144,7 +155,7 @@ def adamw_step_ref(
         m_new = m.float() * beta1 + g * (1 - beta1)
         v_new = v.float() * beta2 + (g * g) * (1 - beta2)
         root = v_new.double().sqrt().float()  # correctly rounded, see `_sqrt`
-        u = m_new / (root / s.root + eps) * s.step_size
+        u = m_new / (root + s.eps) * s.step_size
         w = join_master(p, remainders[i]) if is_exact else p.float()
         if weight_decays[i]:
             u = u + w * s.decay(weight_decays[i])
@@ -155,7 +166,7 @@ def adamw_step_ref(
             remainders[i].copy_(torch.where(s.applied, remainder, remainders[i]))
         elif is_bf16 and rounding == "stochastic":
             w_new = round_with_bits(w_new, low_bits(words))
-        if is_bf16 and beta2 >= STOCHASTIC_BETA2:
+        if is_bf16 and s.is_v_stochastic:
             v_new = round_with_bits(v_new, high_bits(words))
         for old, new in ((p, w_new), (m, m_new), (v, v_new)):
             old.copy_(torch.where(s.applied, new.to(old.dtype), old))
@@ -181,6 +192,7 @@ def adamw_step(
     clip_factor: Tensor,
     seed: int,
     rounding: str,
+    kernels: str = "auto",
 ) -> None:
     """One AdamW step on lists of local tensors, in place, with the bits of `adamw_step_ref`.
 
@@ -202,31 +214,54 @@ def adamw_step(
         clip_factor: () float32, multiplies every gradient; not finite: nothing changes.
         seed: 0 <= seed < 2^64.
         rounding: exact, stochastic or nearest; how bf16 weights are kept.
+        kernels: which implementation, see `launch.choose`.
+
+    All tensors are on the device of `step`.
 
     Raises:
-        ValueError: if a list, dtype, shape or option is not as above, with the index of the parameter.
+        ValueError: if a list, dtype, shape, device or option is not as above, with the index of the parameter.
     """
-    _check_options(step, clip_factor, beta1, beta2, eps, rounding)
+    _check_options(step, clip_factor, beta1, beta2, eps, seed, rounding)
     if remainders is None:
         remainders = [None] * len(params)
     columns = (params, grads, exp_avg, exp_avg_sq, remainders, keys, offsets, weight_decays)
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"adamw_step: lists of unequal lengths {[len(c) for c in columns]}")
-    for i, (p, g, m, v, r) in enumerate(zip(*columns[:5], strict=True)):
-        _check_tensors(i, p, g, m, v, r, rounding)
+    for i, (p, g, m, v, r, key, offset, _) in enumerate(zip(*columns, strict=True)):
+        _check_tensors(i, p, g, m, v, r, rounding, step.device)
+        if not (0 <= key < 1 << 32 and 0 <= offset < 1 << 63):
+            raise ValueError(
+                f"adamw_step: parameter {i} has key {key} and offset {offset}, expected"
+                " 0 <= key < 2^32, 0 <= offset < 2^63"
+            )
 
     scalars = step_scalars(step, clip_factor, lr, beta1, beta2, eps)
-    device = step.device
+    run = triton_step if uses_triton("adamw_step", kernels, step) else _torch_step
+    run(columns[:5], keys, offsets, weight_decays, scalars, seed, rounding)
+    step.add_(scalars.applied)
+
+
+def _torch_step(
+    tensors: Sequence[Sequence[Tensor | None]],
+    keys: Sequence[int],
+    offsets: Sequence[int],
+    weight_decays: Sequence[float],
+    scalars: Scalars,
+    seed: int,
+    rounding: str,
+) -> None:
+    """As `triton_step`, slice by slice."""
+    params, device = tensors[0], scalars.count.device
     decays = {wd: scalars.decay(wd) if wd else None for wd in set(weight_decays)}
     length = min(slice_length(device), max((p.numel() for p in params), default=0))
     # Made once: fresh memory costs a CPU as much as all the arithmetic.
     scratch = [torch.empty(length, device=device) for _ in range(4)]
     scratch.append(torch.empty(length, dtype=torch.float64, device=device))
     flags = {bits: scalars.applied.to(bits) for bits in (torch.int16, torch.int32)}
-    for *tensors, key, offset, weight_decay in zip(*columns, strict=True):
-        flat = [None if tensor is None else tensor.view(-1) for tensor in tensors]
+    for *one, key, offset, weight_decay in zip(*tensors, keys, offsets, weight_decays, strict=True):
+        flat = [None if tensor is None else tensor.view(-1) for tensor in one]
         is_bf16 = flat[0].dtype == torch.bfloat16
-        draws = is_bf16 and (rounding == "stochastic" or beta2 >= STOCHASTIC_BETA2)
+        draws = is_bf16 and (rounding == "stochastic" or scalars.is_v_stochastic)
         for start, stop in slices(len(flat[0]), slice_length(device)):
             count = stop - start
             words = None
@@ -237,7 +272,6 @@ def adamw_step(
             part = [None if tensor is None else tensor[start:stop] for tensor in flat]
             decay = decays[weight_decay]
             _update(*part, words, decay, scalars, rounding, flags, [t[:count] for t in scratch])
-    step.add_(scalars.applied)
 
 
 def _update(
@@ -261,7 +295,7 @@ def _update(
     torch.mul(_wide(grad, g), s.factor, out=g)
     torch.mul(_wide(m, m_new), s.beta1, out=m_new).add_(torch.mul(g, 1 - s.beta1, out=term))
     torch.mul(_wide(v, v_new), s.beta2, out=v_new).add_(g.mul_(g).mul_(1 - s.beta2))
-    denominator = _sqrt(v_new, double, out=g).div_(s.root).add_(s.eps)
+    denominator = _sqrt(v_new, double, out=g).add_(s.eps)
     u = torch.div(m_new, denominator, out=g).mul_(s.step_size)
     _store(m, m_new, flags, term)
     w = _wide(p, term) if remainder is None else join_master(p, remainder)
@@ -274,7 +308,7 @@ def _update(
         _store(remainder, remainder_new, flags, term)
     elif p.dtype == torch.bfloat16 and rounding == "stochastic":
         w_new = round_with_bits(w_new, low_bits(words))
-    if v.dtype == torch.bfloat16 and s.beta2 >= STOCHASTIC_BETA2:
+    if v.dtype == torch.bfloat16 and s.is_v_stochastic:
         v_new = round_with_bits(v_new, high_bits(words))
     _store(p, w_new, flags, term)
     _store(v, v_new, flags, term)
@@ -306,8 +340,16 @@ def _store(old: Tensor, new: Tensor, flags: dict[torch.dtype, Tensor], scratch: 
 
 
 def _check_options(
-    step: Tensor, clip_factor: Tensor, beta1: float, beta2: float, eps: float, rounding: str
+    step: Tensor,
+    clip_factor: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    seed: int,
+    rounding: str,
 ) -> None:
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"adamw_step: seed {seed}, expected 0 <= seed < 2^64")
     if rounding not in ROUNDINGS:
         raise ValueError(f"adamw_step: rounding {rounding!r}, expected one of {ROUNDINGS}")
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0):
@@ -322,10 +364,21 @@ def _check_options(
             raise ValueError(
                 f"adamw_step: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected () {dtype}"
             )
+    if clip_factor.device != step.device:
+        raise ValueError(
+            f"adamw_step: clip_factor is on {clip_factor.device}, the count of steps on {step.device}"
+        )
 
 
 def _check_tensors(
-    i: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, r: Tensor | None, rounding: str
+    i: int,
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    r: Tensor | None,
+    rounding: str,
+    device: torch.device,
 ) -> None:
     if p.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"adamw_step: parameter {i} is {p.dtype}, expected bf16 or float32")
@@ -350,4 +403,8 @@ def _check_tensors(
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
                 f"adamw_step: {name} of parameter {i} has stride {tensor.stride()}, expected contiguous"
+            )
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"adamw_step: {name} of parameter {i} is on {tensor.device}, the count of steps on {device}"
             )

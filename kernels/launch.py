@@ -72,7 +72,8 @@ def choose(operation: str, kernels: str, device: str, dtype: torch.dtype | None 
         )
     if operation == "varlen_attention":
         return Choice(
-            "torch", "torch.nn.attention.varlen on a GPU, scaled_dot_product_attention elsewhere"
+            "torch",
+            "torch.nn.attention.varlen on a GPU in 16 bits, scaled_dot_product_attention elsewhere",
         )
     if device == "cpu" and not INTERPRETED:
         if kernels == "auto":
@@ -214,11 +215,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Float32 to the dtype of a store, to nearest even; Triton's interpreter would truncate to bfloat16."""
+    """Float32 to the dtype of a store, to nearest even; Triton's interpreter would truncate, and spoil subnormals."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+        x = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 

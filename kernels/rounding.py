@@ -48,8 +48,8 @@ EXPORT_DOMAIN = 0x45585054  # "EXPT": any constant other than 0
 SLICE_CPU = 1 << 17  # elements: a slice stays in a core's L2 (23 ns an element, 31 at 2^20)
 SLICE_DEVICE = 1 << 22  # elements: launches do not matter and temporaries stay under 200 MB
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST_BF16 = 0x7F7F0000
@@ -86,14 +86,14 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        p0 = c0 * _MULTIPLIERS[0]  # modulo 2^64, which keeps all bits of the unsigned product
-        p1 = c2 * _MULTIPLIERS[1]
+        p0 = c0 * MULTIPLIERS[0]  # modulo 2^64, which keeps all bits of the unsigned product
+        p1 = c2 * MULTIPLIERS[1]
         # Low halves travel in p0 and p1 with the high halves above them, masked after the next XOR.
         c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK32)
         c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK32)
         c1, c3 = p1, p0
-        k0 = (k0 + _WEYL[0]) & _MASK32
-        k1 = (k1 + _WEYL[1]) & _MASK32
+        k0 = (k0 + WEYL[0]) & _MASK32
+        k1 = (k1 + WEYL[1]) & _MASK32
     return c0, c1, c2, c3
 
 

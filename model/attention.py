@@ -12,10 +12,10 @@ from hymoe.model.mlp import Linear
 class Attention(nn.Module):
     """Causal attention within each document; `rope_theta` in a config is not used by this family."""
 
-    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: HybridConfig, dtype: torch.dtype, kernels: str = "auto") -> None:
         """Heads are `head_dim` wide whatever D / H is."""
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.kernels = config.head_dim, kernels
         width, bias = config.hidden_size, config.attention_bias
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -30,6 +30,5 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(
-            varlen_attention(q, k, v, packed).flatten(1)
-        )  # q (T, H, P), k and v (T, G, P)
+        # q (T, H, P), k and v (T, G, P)
+        return self.o_proj(varlen_attention(q, k, v, packed, self.kernels).flatten(1))

@@ -33,10 +33,10 @@ class GroupNormWeight(nn.Module):
 class Mamba(nn.Module):
     """Selective state-space mixer with H heads of width P in G groups that share b and c."""
 
-    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: HybridConfig, dtype: torch.dtype, kernels: str = "auto") -> None:
         """Allocates only; A_log, D, dt_bias, the norm and the convolution's bias are float32."""
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels
         heads = config.mamba_num_heads
         projected = config.mamba_inner + config.conv_dim + heads  # z | x, b, c | dt
         self.in_proj = Linear(config.hidden_size, projected, config.use_bias, dtype)
@@ -53,7 +53,9 @@ class Mamba(nn.Module):
         z, xbc, dt = self.in_proj(x).split(
             [cfg.mamba_inner, cfg.conv_dim, cfg.mamba_num_heads], dim=-1
         )
-        xbc = causal_conv1d(xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, packed)
+        xbc = causal_conv1d(
+            xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, packed, self.kernels
+        )
         shared = cfg.n_groups * cfg.ssm_state_size
         values, b, c = xbc.split([cfg.mamba_inner, shared, shared], dim=-1)
         y = ssd_scan(
@@ -67,8 +69,9 @@ class Mamba(nn.Module):
             cfg.time_step_limit,
             packed,
             cfg.chunk_size,
+            self.kernels,
         )
         y = gated_rms_norm(
-            y.flatten(1), z, self.norm.weight, cfg.n_groups, cfg.norm_eps
+            y.flatten(1), z, self.norm.weight, cfg.n_groups, cfg.norm_eps, self.kernels
         )  # (T, H*P)
         return self.out_proj(y)

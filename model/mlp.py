@@ -25,12 +25,19 @@ class Linear(nn.Module):
 class MLP(nn.Module):
     """down(relu(up(x))^2)."""
 
-    def __init__(self, config: HybridConfig, intermediate_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: HybridConfig,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        kernels: str = "auto",
+    ) -> None:
         """`intermediate_size` is the shared expert's or the layer's own."""
         super().__init__()
+        self.kernels = kernels
         self.up_proj = Linear(config.hidden_size, intermediate_size, config.mlp_bias, dtype)
         self.down_proj = Linear(intermediate_size, config.hidden_size, config.mlp_bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
-        return self.down_proj(relu2(self.up_proj(x)))
+        return self.down_proj(relu2(self.up_proj(x), self.kernels))

@@ -14,10 +14,10 @@ from hymoe.model.mlp import MLP, Linear
 class Router(nn.Module):
     """Weight (E, D) and correction bias (E,), both float32; the bias is a buffer that nothing trains."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, kernels: str = "auto") -> None:
         """Allocates only."""
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.empty(config.n_routed_experts))
 
@@ -33,15 +33,17 @@ class Router(nn.Module):
             norm_topk_prob=self.config.norm_topk_prob,
             scaling=self.config.routed_scaling_factor,
             kept=kept,
+            kernels=self.kernels,
         )
 
 
 class Experts(nn.Module):
     """The routed experts, stacked: one tensor for all up projections, one for all down projections."""
 
-    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: HybridConfig, dtype: torch.dtype, kernels: str = "auto") -> None:
         """Allocates only."""
         super().__init__()
+        self.kernels = kernels
         experts, inner, outer = (
             config.n_routed_experts,
             config.moe_intermediate_size,
@@ -52,7 +54,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """(T, D) and weights (T, K) -> (T, D), the weighted sum over each token's experts."""
-        return expert_mlp(x, weights, self.up_proj, self.down_proj, routing)
+        return expert_mlp(x, weights, self.up_proj, self.down_proj, routing, self.kernels)
 
 
 # How rows reach the experts: given the experts' forward, inputs, weights and choices, returns their weighted sum.
@@ -67,12 +69,13 @@ def stay(experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Tens
 class MoE(nn.Module):
     """Routed experts plus the shared expert; with a latent size the routed ones work in a narrower space."""
 
-    def __init__(self, config: HybridConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: HybridConfig, dtype: torch.dtype, kernels: str = "auto") -> None:
         """Allocates only."""
         super().__init__()
-        self.gate = Router(config)
-        self.experts = Experts(config, dtype)
-        self.shared_experts = MLP(config, config.moe_shared_expert_intermediate_size, dtype)
+        self.gate = Router(config, kernels)
+        self.experts = Experts(config, dtype, kernels)
+        shared = config.moe_shared_expert_intermediate_size
+        self.shared_experts = MLP(config, shared, dtype, kernels)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.moe_latent_size is not None:
             self.fc1_latent_proj = Linear(

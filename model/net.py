@@ -45,10 +45,10 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Output projection (V, D). Its loss never builds all logits."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, kernels: str = "auto") -> None:
         """`weight` is the head's own or, where embeddings are tied, theirs."""
         super().__init__()
-        self.weight = weight
+        self.weight, self.kernels = weight, kernels
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, V)."""
@@ -56,26 +56,28 @@ class Head(nn.Module):
 
     def loss(self, hidden: Tensor, labels: Tensor, count: int | None) -> Tensor:
         """(T, D), labels (T,) -> () float32, the sum over supervised tokens in nats."""
-        return linear_cross_entropy(hidden, self.weight, labels, count)
+        return linear_cross_entropy(hidden, self.weight, labels, count, kernels=self.kernels)
 
 
 class Block(nn.Module):
     """x + mixer(norm(x)), one mixer of the pattern's kind."""
 
-    def __init__(self, config: HybridConfig, kind: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: HybridConfig, kind: str, dtype: torch.dtype, kernels: str = "auto"
+    ) -> None:
         """`kind` is a letter of the pattern."""
         super().__init__()
-        self.kind, self.eps = kind, config.norm_eps
+        self.kind, self.eps, self.kernels = kind, config.norm_eps, kernels
         self.recompute = False  # whether the backward pass runs this block again instead of keeping its activations
         self.norm = NormWeight(config.hidden_size)
         if kind == "M":
-            self.mixer = Mamba(config, dtype)
+            self.mixer = Mamba(config, dtype, kernels)
         elif kind == "*":
-            self.mixer = Attention(config, dtype)
+            self.mixer = Attention(config, dtype, kernels)
         elif kind == "E":
-            self.mixer = MoE(config, dtype)
+            self.mixer = MoE(config, dtype, kernels)
         else:
-            self.mixer = MLP(config, config.intermediate_size, dtype)
+            self.mixer = MLP(config, config.intermediate_size, dtype, kernels)
 
     def forward(self, x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
         """(T, D) -> (T, D); `dtype` is the mixer's, which differs from x's where the residual is float32."""
@@ -88,7 +90,7 @@ class Block(nn.Module):
         return self._run(x, packed, dtype, kept)
 
     def _run(self, x: Tensor, packed: Packed, dtype: torch.dtype, kept: list[Routing]) -> Tensor:
-        normed = rms_norm(x, self.norm.weight, self.eps).to(dtype)
+        normed = rms_norm(x, self.norm.weight, self.eps, self.kernels).to(dtype)
         if self.kind == "E":
             return x + self.mixer(normed, kept)
         if self.kind == "-":
@@ -124,12 +126,14 @@ class HybridLM(nn.Module):
         )
         with torch.device(device if device is not None else torch.get_default_device()):
             self.embeddings = Embedding(config, dtype)
-            self.layers = nn.ModuleList(Block(config, kind, dtype) for kind in config.pattern)
+            self.layers = nn.ModuleList(
+                Block(config, kind, dtype, kernels) for kind in config.pattern
+            )
             self.norm_f = NormWeight(config.hidden_size)
             own = self.embeddings.weight if config.tie_word_embeddings else None
             if own is None:
                 own = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
-            self.head = Head(own)
+            self.head = Head(own, kernels)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | Packed) -> Tensor:
         """Hidden states after the final norm.
@@ -158,7 +162,7 @@ class HybridLM(nn.Module):
             x = x.float()
         for layer in self.layers:
             x = layer(x, packed, dtype)
-        return rms_norm(x, self.norm_f.weight, self.config.norm_eps).to(dtype)
+        return rms_norm(x, self.norm_f.weight, self.config.norm_eps, self.kernels).to(dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, V)."""

@@ -159,7 +159,8 @@ def numpy_master(weight: torch.Tensor, grads: list[torch.Tensor], lr: float) -> 
         g = grad.float().numpy() * f(0.37)
         m = m * f(0.9) + g * f(1 - 0.9)
         v = v * f(0.95) + (g * g) * f(1 - 0.95)
-        u = m / (np.sqrt(v) / f(math.sqrt(1 - 0.95**t)) + f(1e-8)) * f(lr / (1 - 0.9**t))
+        root = math.sqrt(1 - 0.95**t)
+        u = m / (np.sqrt(v) + f(1e-8 * root)) * f(lr * root / (1 - 0.9**t))
         w = w - (u + w * f(lr * 0.1))
         m, v = stored(m), stored(v)
     return w
