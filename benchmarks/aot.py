@@ -9,9 +9,10 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,9 +21,15 @@ from triton.compiler import ASTSource
 
 from hymoe.kernels.launch import Launch
 
-REGISTERS_PER_SM = 65_536
-# arch -> shared bytes of a whole SM, warps that it can hold.
-SM_LIMITS = {80: (167_936, 64), 90: (233_472, 64), 100: (233_472, 64), 120: (102_400, 48)}
+QUARTERS, REGISTERS_PER_QUARTER = 4, 16_384  # of an SM; a warp's registers lie in one quarter
+TMEM_COLUMNS = 512  # of an SM that has tensor memory
+# arch -> shared bytes of a whole SM, warps that it can hold, blocks.
+SM_LIMITS = {
+    80: (167_936, 64, 32),
+    90: (233_472, 64, 32),
+    100: (233_472, 64, 32),
+    120: (102_400, 48, 24),
+}
 # Whole opcodes: the text HMMA is also a part of UTCHMMA.
 MATRIX_OPCODES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 SLOW_PATHS = {90: ("HMMA",), 100: ("HMMA",)}  # another chip's matrix instructions
@@ -111,7 +118,9 @@ class Report:
         stack_bytes: a thread; more than 0 are spills or arrays in local memory.
         shared_bytes: a block.
         warps: a block.
+        tensor_memory: columns a block, of chips that have it.
         opcodes: machine instructions, how often each stands in the code.
+        main_loop: the same, of the smallest loop around a matrix instruction; empty without one.
         ttir: Triton's own intermediate code.
         ptx: the assembler's input.
     """
@@ -123,7 +132,9 @@ class Report:
     stack_bytes: int
     shared_bytes: int
     warps: int
+    tensor_memory: int
     opcodes: Counter[str]
+    main_loop: Counter[str]
     ttir: str
     ptx: str
 
@@ -138,12 +149,18 @@ class Report:
 
     @property
     def blocks_per_sm(self) -> int:
-        """Blocks that fit an SM by registers, shared memory and warps."""
-        shared, warps = SM_LIMITS[self.arch]
-        per_warp = -(-self.registers // 8) * 8 * 32
-        by_registers = REGISTERS_PER_SM // max(1, per_warp * self.warps)
+        """Blocks that fit an SM by registers, shared memory, tensor memory and warps."""
+        shared, warps, blocks = SM_LIMITS[self.arch]
+        per_warp = -(-max(1, self.registers) // 8) * 8 * 32
+        by_registers = REGISTERS_PER_QUARTER // per_warp * QUARTERS // self.warps
         by_shared = shared // (self.shared_bytes + 1024)
-        return min(by_registers, by_shared, warps // self.warps)
+        by_tensor_memory = TMEM_COLUMNS // max(1, self.tensor_memory)
+        return min(by_registers, by_shared, by_tensor_memory, warps // self.warps, blocks)
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the warps that an SM can hold."""
+        return self.blocks_per_sm * self.warps / SM_LIMITS[self.arch][1]
 
 
 def compile_variant(one: Variant, arch: int) -> Report:
@@ -162,7 +179,9 @@ def compile_variant(one: Variant, arch: int) -> Report:
         attrs={(i,): [["tt.divisibility", 16]] for i in one.divisible},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(one.options))
-    registers, stack, static_shared = _resources(compiled.asm["cubin"])
+    cubin = compiled.asm["cubin"]
+    registers, stack, static_shared = parse_resources(_cuobjdump(cubin, "-res-usage"))
+    code = parse_code(_cuobjdump(cubin, "-sass"))
     return Report(
         arch=arch,
         name=one.name,
@@ -171,7 +190,9 @@ def compile_variant(one: Variant, arch: int) -> Report:
         stack_bytes=stack,
         shared_bytes=max(compiled.metadata.shared, static_shared),
         warps=compiled.metadata.num_warps,
-        opcodes=_opcodes(compiled.asm["cubin"]),
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        opcodes=Counter(one.opcode for one in code),
+        main_loop=main_loop(code, MATRIX_OPCODES[arch]),
         ttir=compiled.asm["ttir"],
         ptx=compiled.asm["ptx"],
     )
@@ -186,9 +207,12 @@ def _cuobjdump(cubin: bytes, option: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack bytes and static shared bytes of the kernel."""
-    text = _cuobjdump(cubin, "-res-usage")
+def parse_resources(text: str) -> tuple[int, int, int]:
+    """Registers, stack bytes and static shared bytes of the kernel, from `cuobjdump -res-usage`.
+
+    Raises:
+        RuntimeError: the text is not about one kernel.
+    """
     found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     if len(found) != 1:
         raise RuntimeError(f"cuobjdump names {len(found)} kernels, expected one: {text}")
@@ -196,7 +220,30 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     return registers, stack, shared
 
 
-def _opcodes(cubin: bytes) -> Counter[str]:
-    text = _cuobjdump(cubin, "-sass")
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", text)
-    return Counter(lines)
+class Instruction(NamedTuple):
+    """A machine instruction: opcode without its modifiers; target where it is a branch to a place in the code."""
+
+    address: int
+    opcode: str
+    target: int | None
+
+
+def parse_code(text: str) -> list[Instruction]:
+    """The instructions in order, from `cuobjdump -sass`."""
+    pattern = r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([^;\n]*)"
+    code = []
+    for address, opcode, rest in re.findall(pattern, text):
+        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if opcode == "BRA" else None
+        code.append(Instruction(int(address, 16), opcode, target and int(target[1], 16)))
+    return code
+
+
+def main_loop(code: Sequence[Instruction], opcode: str) -> Counter[str]:
+    """Opcodes of the smallest loop that holds `opcode`, from the target of a branch backwards to that branch."""
+    loops = [
+        [one for one in code if back.target <= one.address <= back.address]
+        for back in code
+        if back.target is not None and back.target <= back.address
+    ]
+    around = [loop for loop in loops if any(one.opcode == opcode for one in loop)]
+    return Counter(one.opcode for one in min(around, key=len, default=[]))

@@ -5,14 +5,26 @@ earlier document; y = pre * sigmoid(pre). Backward, with dpre = dy * silu'(pre):
 over the same pairs, dweight[W-1-s] = sum_t dpre[t] * x[t-s], dbias = sum_t dpre.
 
 Dtypes: arithmetic in float32, output in x's dtype. Memory: the inputs; pre is computed again in the backward pass.
+The Triton kernels are in `conv1d_triton.py`.
 Source: Dao and Gu 2024, section 7.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape, row_tiles
+from hymoe.kernels.conv1d_triton import MAX_TAPS, TritonConv1d
+from hymoe.kernels.launch import (
+    INSTALL,
+    arithmetic_dtype,
+    check_shape,
+    choose,
+    row_tiles,
+)
 from hymoe.kernels.packed import Packed
 
 
@@ -94,7 +106,81 @@ def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, packed: Packed, rows: s
     return out
 
 
-def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
+class _PackageConv1d(torch.autograd.Function):
+    """causal-conv1d's CUDA kernels, with what they take for granted made so."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
+        x = _channels_last(x)
+        # Before 1.7 the kernel reads the ids of a whole tile of 64 rows, past the end of the row.
+        ids = functional.pad(packed.seq_idx, (0, 64))[: x.shape[2]][None]
+        y = _package().causal_conv1d_fwd_function(x, weight, bias, ids, None, None, True)
+        ctx.save_for_backward(x, weight, bias, ids)
+        return y[0].T
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight, bias, ids = ctx.saved_tensors
+        given = (x, weight, bias, _channels_last(dy), ids, None, None, None, False, True)
+        with _deterministic():
+            dx, dweight, dbias, _ = _package().causal_conv1d_bwd_function(*given)
+        return dx[0].T, dweight, dbias, None
+
+
+def _package() -> Any:
+    try:
+        from causal_conv1d import cpp_functions
+    except ImportError as reason:
+        raise ImportError(
+            "causal-conv1d or its CUDA extension is missing: pip install --no-build-isolation "
+            f"'{INSTALL['causal_conv1d']}', or use kernels = 'triton'"
+        ) from reason
+    return cpp_functions
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """(T, C) -> (1, C, T) whose rows begin at multiples of 8 elements and end within 32-bit offsets, else a copy."""
+    rows, channels = x.shape
+    is_aligned = x.stride(0) % 8 == 0 and x.storage_offset() % 8 == 0
+    if x.stride(1) != 1 or not is_aligned or rows * x.stride(0) >= 2**31:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.T[None]
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The package adds up dweight and dbias in one order under torch's switch, which is for the whole process."""
+    on, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write dx twice
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(on, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def _check_package(x: Tensor, weight: Tensor) -> None:
+    """Raises ValueError for what causal-conv1d does not take or would get wrong."""
+    channels, taps = weight.shape
+    for wrong, what in (
+        (channels % 8 != 0, f"{channels} channels, not a multiple of 8"),
+        (not 2 <= taps <= 4, f"{taps} taps, not 2 to 4"),
+        (x.numel() >= 2**31, f"{x.numel()} values, too many for its 32-bit offsets"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"causal_conv1d: causal-conv1d does not take {what}; kernels = 'triton' may"
+            )
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed, kernels: str = "auto"
+) -> Tensor:
     """Causal depthwise convolution and SiLU along each document.
 
     Args:
@@ -102,14 +188,28 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed
         weight: (C, W), the last tap is the token itself.
         bias: (C,) or None.
         packed: boundaries of the documents in the T tokens.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         y: (T, C) in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or that the implementation does not take.
     """
     check_shape("causal_conv1d x", x, (packed.num_tokens, weight.shape[0]))
     if bias is not None:
         check_shape("causal_conv1d bias", bias, (weight.shape[0],))
+    chosen = choose("causal_conv1d", kernels, x.device.type, x.dtype).name
+    if chosen == "causal_conv1d":
+        _check_package(x, weight)
+        # It wants one dtype for weight and bias; these casts are autograd's, and so are the gradients'.
+        bias = None if bias is None else bias.float().contiguous()
+        return _PackageConv1d.apply(x, weight.float(), bias, packed)
+    if chosen == "triton":
+        if weight.shape[1] > MAX_TAPS:
+            raise ValueError(
+                f"causal_conv1d: {weight.shape[1]} taps, the Triton kernels have at most {MAX_TAPS}; "
+                "kernels = 'torch' takes any number"
+            )
+        return TritonConv1d.apply(x, weight, bias, packed)
     return _CausalConv1d.apply(x, weight, bias, packed)

@@ -10,6 +10,7 @@ ahead of time. It also proves that an operation never asks the device: a meta te
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ OPERATIONS: dict[str, str | None] = {
     "adamw_step": None,
 }
 INSTALL = {"causal_conv1d": "causal-conv1d>=1.6", "mamba_ssm": "mamba-ssm>=2.3"}
+# A build without CUDA has the package and not this module of it: it cannot run.
+EXTENSION = {"causal_conv1d": "causal_conv1d_cuda", "mamba_ssm": "selective_scan_cuda"}
 TILE_ELEMENTS = 1 << 16  # a thread: 256 KB of float32, an eighth of a 2 MB L2; see `row_tiles`
 
 # Kernels run in Triton's interpreter, on CPU tensors: decided when triton is imported (TRITON_INTERPRET=1).
@@ -86,14 +89,22 @@ def choose(operation: str, kernels: str, device: str, dtype: torch.dtype | None 
     package = OPERATIONS[operation]
     if kernels == "triton" or package is None:
         return Choice("triton", "asked for" if kernels == "triton" else "our kernels on a GPU")
-    if importlib.util.find_spec(package) is not None:
+    missing = [name for name in (package, EXTENSION[package]) if not _is_installed(name)]
+    if not missing:
         return Choice(package, "installed")
     if kernels == "packages":
         raise ValueError(
-            f"kernels = 'packages': {operation} needs {package}, which is not installed; "
+            f"kernels = 'packages': {operation} needs {package}, of which {missing[0]} is not installed; "
             f"pip install --no-build-isolation '{INSTALL[package]}', or use 'auto' or 'triton'"
         )
-    return Choice("triton", f"{package} is not installed")
+    return Choice("triton", f"{missing[0]} is not installed")
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a top-level module could be imported, without importing it."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
 
 
 def backends(kernels: str, device: str) -> dict[str, Choice]:

@@ -1,6 +1,7 @@
 # Sourced by test.sh and quickstart.sh, from any folder: makes .venv in the repository, installs what
 # constraints.txt pins, and leaves that environment active. Sets HYMOE_REPO. A second call finds
-# everything in place (a stamp of the files that decide the installation) and says so.
+# everything in place (a stamp of the files that decide the installation) and says so. test.sh then
+# calls env_peers.
 #
 # Where the Python on PATH already has torch >= 2.11 that sees a GPU, that torch is used: .venv lends
 # its packages and only what is missing there is installed. Nothing outside .venv is ever changed.
@@ -121,6 +122,28 @@ sys.exit(int(setuptools.__version__.split(".")[0]) < 77)'; then
     env_say "installing hymoe and the rest from constraints.txt ..."
     env_pip --no-build-isolation --constraint "$constraints" --editable "$HYMOE_REPO[test]"
     printf '%s\n%s\n' "$(env_stamp "$python")" "${lent:+$python}" >"$HYMOE_VENV/hymoe-stamp"
+}
+
+# Installs what tests compare with: mamba-ssm and causal-conv1d as the pure Python that they are without
+# their CUDA extensions, and mistral-common for its vocabulary, none with its dependencies. Not where
+# torch sees a GPU: there a run would take the former for the real packages, which are built against the
+# machine's own torch.
+env_peers() {
+    local pins
+    mapfile -t pins < <(grep -E '^(mamba-ssm|causal-conv1d|mistral-common)==' "$HYMOE_REPO/constraints.txt")
+    if "$HYMOE_VENV/bin/python" 2>/dev/null - "${pins[@]}" <<'PY'
+import importlib.metadata
+import sys
+
+pins = [pin.split("==") for pin in sys.argv[1:]]
+sys.exit(any(importlib.metadata.version(name) != version for name, version in pins))
+PY
+    then return; fi
+    if env_usable_torch "$HYMOE_VENV/bin/python" >/dev/null; then return; fi
+    env_say "building ${pins[*]} without CUDA, for tests to compare with ..."
+    env_pip --constraint "$HYMOE_REPO/constraints.txt" wheel einops
+    MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
+        CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE env_pip --no-build-isolation --no-deps "${pins[@]}"
 }
 
 env_activate() {

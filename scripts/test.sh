@@ -6,6 +6,7 @@
 #   bash scripts/test.sh -n 0 --pdb -k house                 in one process, for a debugger
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+env_peers
 cd "$HYMOE_REPO"
 
 # Tests run in two processes and start process groups of their own: one thread each is faster than

@@ -48,9 +48,7 @@ def test_the_interpreter_runs_the_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_runs_packages_where_installed_and_says_where_not(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        launch.importlib.util, "find_spec", lambda name: object() if installed else None
-    )
+    monkeypatch.setattr(launch, "_is_installed", lambda name: installed)
     chosen = backends("auto", "cuda")
     assert set(chosen) == set(OPERATIONS)
     assert chosen["expert_mlp"].name == "triton"
@@ -63,10 +61,16 @@ def test_a_gpu_runs_packages_where_installed_and_says_where_not(
         )
         with pytest.raises(
             ValueError,
-            match=r"causal_conv1d needs causal_conv1d, which is not installed; pip install",
+            match=r"needs causal_conv1d, of which causal_conv1d is not installed; pip install",
         ):
             backends("packages", "cuda")
     assert choose("ssd_scan", "triton", "cuda").name == "triton"
+
+
+def test_a_build_without_cuda_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_is_installed", lambda name: not name.endswith("_cuda"))
+    choice = choose("ssd_scan", "auto", "cuda")
+    assert (choice.name, choice.reason) == ("triton", "selective_scan_cuda is not installed")
 
 
 def test_float64_is_for_torch() -> None:
