@@ -7,8 +7,8 @@ dx = du * silu(z), dz = du * x * silu'(z), silu'(z) = s * (1 + z * (1 - s)) with
 
 Dtypes: arithmetic in float32 (float64 for float64), output rounded once to x's dtype.
 Memory: the inputs and r, (T,) or (T, G); u is computed again in the backward pass.
-On a GPU: one program a row in the forward pass. In the backward pass a fixed number of programs walk the rows, each
-with its own partial dw in registers; the partial sums are added in one order, so the bits do not vary.
+On a GPU: a program has a few rows of one group. In the backward pass as many programs as the chip holds at once walk
+the rows, each with its own partial dw in registers; the partial sums are added in one order, so the bits do not vary.
 Source: Zhang and Sennrich 2019 (RMS norm); Dao and Gu 2024, section 7 (the gated norm of Mamba-2).
 """
 
@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hymoe.kernels.launch import (
@@ -28,7 +29,13 @@ from hymoe.kernels.launch import (
     uses_triton,
 )
 
-PROGRAMS_PER_SM = 2  # of the backward pass: enough loads in flight, few partial sums
+# Values of one group that a program holds at once (of several rows where a group is smaller), and of those a thread's.
+# The backward pass has eight arrays of them alive: with 16 a thread no second block would fit beside the first.
+FORWARD = (2048, 16)
+BACKWARD = (512, 8)
+AHEAD = 8192  # up to this size the backward pass loads a row ahead; a larger one would not fit beside it
+# Warps of the backward pass that an SM of any chip holds, without and with a gate; more would be a short second wave.
+RESIDENT_WARPS = (32, 20)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -125,29 +132,30 @@ def _forward_kernel(
     weight_ptr,
     y_ptr,
     r_ptr,
+    rows,
     x_stride,
     z_stride,
     eps,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_G)
-    within = tl.arange(0, BLOCK)
-    column = group[:, None] * SIZE + within[None, :]  # (G, SIZE)
-    mask = (group[:, None] < GROUPS) & (within[None, :] < SIZE)
+    group = tl.program_id(0) % GROUPS
+    row = (tl.program_id(0) // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    within = tl.arange(0, BLOCK)[None, :]
+    column = group * SIZE + within
+    mask = (row < rows) & (within < SIZE)
     u = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         z = tl.load(z_ptr + row * z_stride + column, mask=mask, other=0.0).to(tl.float32)
         u = u * (z * tl.sigmoid(z))
-    r = tl.rsqrt(tl.sum(u * u, axis=1) / SIZE + eps)  # (G,)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    y = weight * (u * r[:, None])
+    r = 1 / tl.sqrt_rn(tl.sum(u * u, axis=1, keep_dims=True) / SIZE + eps)  # (BLOCK_T, 1)
+    weight = tl.load(weight_ptr + column, mask=within < SIZE, other=0.0).to(tl.float32)
+    y = weight * (u * r)
     tl.store(y_ptr + row * (GROUPS * SIZE) + column, narrow(y, y_ptr.dtype.element_ty), mask=mask)
-    tl.store(r_ptr + row * GROUPS + group, r, mask=group < GROUPS)
+    tl.store(r_ptr + row * GROUPS + group, r, mask=row < rows)
 
 
 @triton.jit
@@ -166,45 +174,51 @@ def _backward_kernel(
     dy_stride,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_G)
-    within = tl.arange(0, BLOCK)
-    column = group[:, None] * SIZE + within[None, :]  # (G, SIZE)
-    mask = (group[:, None] < GROUPS) & (within[None, :] < SIZE)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    dweight = tl.zeros((BLOCK_G, BLOCK), dtype=tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
+    group = tl.program_id(0) % GROUPS
+    program = (tl.program_id(0) // GROUPS).to(tl.int64)
+    step = tl.num_programs(0) // GROUPS * BLOCK_T
+    within = tl.arange(0, BLOCK)[None, :]
+    column = group * SIZE + within
+    weight = tl.load(weight_ptr + column, mask=within < SIZE, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_T, BLOCK), dtype=tl.float32)
+    for start in tl.range(program * BLOCK_T, rows, step, num_stages=STAGES):
+        row = start + tl.arange(0, BLOCK_T).to(tl.int64)[:, None]
+        mask = (row < rows) & (within < SIZE)
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-        r = tl.load(r_ptr + row * GROUPS + group, mask=group < GROUPS, other=0.0)
-        normed = x * r[:, None]
+        r = tl.load(r_ptr + row * GROUPS + group, mask=row < rows, other=0.0)  # (BLOCK_T, 1)
+        normed = x * r
         if GATED:
             z = tl.load(z_ptr + row * z_stride + column, mask=mask, other=0.0).to(tl.float32)
             sigmoid = tl.sigmoid(z)
             normed = normed * (z * sigmoid)
         dweight += dy * normed
         g = dy * weight
-        mean = tl.sum(g * normed, axis=1) / SIZE  # (G,)
-        du = r[:, None] * (g - normed * mean[:, None])
+        mean = tl.sum(g * normed, axis=1, keep_dims=True) / SIZE
+        du = r * (g - normed * mean)
         out = row * (GROUPS * SIZE) + column
         if GATED:
             dz = du * x * (sigmoid * (1 + z * (1 - sigmoid)))
             tl.store(dz_ptr + out, narrow(dz, dz_ptr.dtype.element_ty), mask=mask)
             du = du * (z * sigmoid)
         tl.store(dx_ptr + out, narrow(du, dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dweight_ptr + program * (GROUPS * SIZE) + column, dweight, mask=mask)
+    dweight = tl.sum(dweight, axis=0, keep_dims=True)
+    tl.store(dweight_ptr + program * (GROUPS * SIZE) + column, dweight, mask=within < SIZE)
 
 
-def _blocks(width: int, groups: int) -> dict[str, int]:
-    """Constexprs and warps of both kernels; a row of 2,688 or 4,096 values takes 16 of each of 256 threads."""
+def _blocks(width: int, groups: int, sizes: tuple[int, int]) -> dict[str, int]:
+    """Constexprs and warps of a kernel, for FORWARD or BACKWARD."""
+    tile, values = sizes
     size = width // groups
-    block_g, block = triton.next_power_of_2(groups), triton.next_power_of_2(size)
-    warps = min(16, max(1, block_g * block // 512))
-    return {"GROUPS": groups, "SIZE": size, "BLOCK_G": block_g, "BLOCK": block, "num_warps": warps}
+    block = triton.next_power_of_2(size)
+    block_t = min(16, max(1, tile // block))
+    warps = min(16, max(1, block_t * block // (32 * values)))
+    return {"GROUPS": groups, "SIZE": size, "BLOCK_T": block_t, "BLOCK": block, "num_warps": warps}
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -218,35 +232,42 @@ class _TritonNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, z: Tensor | None, weight: Tensor, groups: int, eps: float):
         x, z = _rows_contiguous(x), None if z is None else _rows_contiguous(z)
+        rows, blocks = x.shape[0], _blocks(x.shape[1], groups, FORWARD)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        r = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
+        r = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
         gate = x if z is None else z
         launch(
             _forward_kernel,
-            (x.shape[0],),
-            *(x, gate, weight, y, r, x.stride(0), gate.stride(0), eps),
+            (triton.cdiv(rows, blocks["BLOCK_T"]) * groups,),
+            *(x, gate, weight, y, r, rows, x.stride(0), gate.stride(0), eps),
             GATED=z is not None,
-            **_blocks(x.shape[1], groups),
+            **blocks,
         )
         ctx.save_for_backward(x, z, weight, r)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         x, z, weight, r = ctx.saved_tensors
         dy = _rows_contiguous(dy)
+        rows, groups = r.shape
+        blocks = _blocks(x.shape[1], groups, BACKWARD)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dz = None if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
         gate = x if z is None else z
-        programs = min(x.shape[0], PROGRAMS_PER_SM * target(x.device).num_sms)
+        blocks_per_sm = RESIDENT_WARPS[z is not None] // blocks["num_warps"]
+        walkers = max(1, blocks_per_sm * target(x.device).num_sms // groups)  # of each group
+        programs = min(triton.cdiv(rows, blocks["BLOCK_T"]), walkers)
         partial = torch.empty(programs, x.shape[1], dtype=torch.float32, device=x.device)
         launch(
             _backward_kernel,
-            (programs,),
+            (programs * groups,),
             *(x, gate, weight, r, dy, dx, dx if dz is None else dz, partial),
-            *(x.shape[0], x.stride(0), gate.stride(0), dy.stride(0)),
+            *(rows, x.stride(0), gate.stride(0), dy.stride(0)),
+            STAGES=2 if blocks["BLOCK"] <= AHEAD else 1,
             GATED=z is not None,
-            **_blocks(x.shape[1], r.shape[1]),
+            **blocks,
         )
         return dx, dz, partial.sum(0).to(weight.dtype), None, None
 
@@ -264,9 +285,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: str = "auto") -> Te
         y: (T, D) in x's dtype.
 
     Raises:
-        ValueError: the weight is not (D,).
+        ValueError: shapes that do not fit.
     """
-    check_shape("rms_norm weight", weight, (x.shape[-1],))
+    check_shape("rms_norm x", x, (None, None))
+    check_shape("rms_norm weight", weight, (x.shape[1],))
     if uses_triton("rms_norm", kernels, x):
         return _TritonNorm.apply(x, None, weight, 1, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -291,12 +313,11 @@ def gated_rms_norm(
     Raises:
         ValueError: shapes that do not fit.
     """
-    check_shape("gated_rms_norm weight", weight, (x.shape[-1],))
+    check_shape("gated_rms_norm x", x, (None, None))
+    check_shape("gated_rms_norm weight", weight, (x.shape[1],))
     check_shape("gated_rms_norm z", z, tuple(x.shape))
-    if x.shape[-1] % groups:
-        raise ValueError(
-            f"gated_rms_norm: width {x.shape[-1]} does not divide into {groups} groups"
-        )
+    if x.shape[1] % groups:
+        raise ValueError(f"gated_rms_norm: width {x.shape[1]} does not divide into {groups} groups")
     if uses_triton("gated_rms_norm", kernels, x):
         return _TritonNorm.apply(x, z, weight, groups, eps)
     return _GatedRMSNorm.apply(x, z, weight, groups, eps)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hymoe.kernels import attention
 from hymoe.kernels.attention import varlen_attention, varlen_attention_ref
 from hymoe.kernels.packed import Packed
 from tests.kernel_check import (
@@ -13,6 +14,7 @@ from tests.kernel_check import (
     assert_documents_alone,
     check,
     normal,
+    run,
 )
 
 WIDTH = 8
@@ -109,3 +111,135 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         varlen_attention(q, k, torch.ones(3, 4, 8), packed)
     with pytest.raises(ValueError, match="4 query heads do not divide by 3 key heads"):
         varlen_attention(q, torch.ones(3, 3, 8), torch.ones(3, 3, 8), packed)
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    q = torch.ones(3, 2, 8)
+    with pytest.raises(ValueError, match="kernels = 'flash'"):
+        varlen_attention(q, q, q, Packed.from_lengths((3,)), "flash")
+
+
+@pytest.fixture
+def flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    """The branch of a GPU, whatever the tensors."""
+    monkeypatch.setattr(attention, "_takes_flash", lambda q: True)
+    attention._grouped_heads.cache_clear()
+    yield
+    attention._grouped_heads.cache_clear()
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["torch-2.12", "torch-2.11"])
+def test_what_flash_attention_is_asked_for(
+    grouped: bool, flash_on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments describe causal attention within each document: a stand-in that obeys them gives the reference."""
+    asked = []
+
+    def stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, **options):
+        assert all(t.stride(-1) == 1 for t in (q, k, v))
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        asked.append((max_q, max_k, window_size, options))
+        repeat = q.shape[1] // k.shape[1]
+        whole = (t.transpose(0, 1) for t in (q, *(x.repeat_interleave(repeat, 1) for x in (k, v))))
+        parts = zip(*(t.split(cu_seq_q.diff().tolist(), dim=1) for t in whole), strict=True)
+        out = [torch.nn.functional.scaled_dot_product_attention(*p, is_causal=True) for p in parts]
+        return torch.cat(out, dim=1).transpose(0, 1)
+
+    def of_torch_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size):
+        return stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
+
+    def of_torch_2_12(*args, enable_gqa=False, **options):
+        return stand_in(*args, enable_gqa=enable_gqa, **options)
+
+    stood_in = of_torch_2_12 if grouped else of_torch_2_11
+    monkeypatch.setattr(attention.varlen, "varlen_attn", stood_in)
+    packed = Packed.from_lengths((7, 1, 12))
+    inputs = {
+        name: x.transpose(1, 2)
+        .contiguous()
+        .transpose(1, 2)  # its last dimension is not the closest
+        for name, x in inputs_of(20, 4, 2).items()
+    }
+    check(
+        lambda q, k, v: varlen_attention(q, k, v, packed),
+        lambda q, k, v: varlen_attention_ref(q, k, v, packed),
+        inputs,
+        torch.float32,
+    )
+    assert set(asked[0][:3]) == {12, (-1, 0)}
+    assert asked[0][3] == ({"enable_gqa": True} if grouped else {})
+
+
+def test_flash_attention_of_this_torch_takes_the_arguments(flash_on_a_cpu: None) -> None:
+    """Its own signature and shapes, on tensors without values."""
+    q, k, v = (
+        torch.ones(20, heads, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    out = varlen_attention(q, k, v, Packed.from_lengths((7, 13), "meta"))
+    assert out.shape == q.shape
+    gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, seen: list[bool]) -> Tensor:
+        ctx.seen = seen
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        ctx.seen.append(torch.are_deterministic_algorithms_enabled())
+        return dy * 2, None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_backward_pass_alone_is_switched_to_a_fixed_order(before: bool) -> None:
+    torch.use_deterministic_algorithms(before)
+    try:
+        x, around, inside = torch.ones(3, requires_grad=True), [], []
+        y = _Probe.apply(
+            attention._in_fixed_order(_Probe.apply(_Probe.apply(x, around), inside)), around
+        )
+        for _ in range(2):  # a graph that is kept can be walked again
+            y.sum().backward(retain_graph=True)
+        assert inside == [True, True]
+        assert around == [before] * 4
+        assert torch.are_deterministic_algorithms_enabled() == before
+        assert attention._in_fixed_order(x.detach()).grad_fn is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", [*RAGGED.values(), (300, 1, 129)], ids=[*RAGGED, "long"])
+def test_on_a_gpu(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    packed = Packed.from_lengths(lengths, "cuda")
+    host = Packed.from_lengths(lengths)
+
+    def on_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert attention._takes_flash(q.cuda()) == (dtype != torch.float32)
+        return varlen_attention(q.cuda(), k.cuda(), v.cuda(), packed).cpu()
+
+    check(
+        on_device,
+        lambda q, k, v: varlen_attention_ref(q, k, v, host),
+        inputs_of(sum(lengths), 8, 2, 128),
+        dtype,
+        beside=BESIDE if max(lengths) == 1 else None,
+        # What plain torch computes in 16 bits: the reference works in float32 inside.
+        plain=lambda q, k, v: varlen_attention(q, k, v, host),
+    )
+
+
+@pytest.mark.gpu
+def test_two_runs_on_a_gpu_give_the_same_bits() -> None:
+    packed = Packed.from_lengths((1500, 2, 2500), "cuda")
+    inputs = {n: x.bfloat16().cuda() for n, x in inputs_of(4002, 8, 2, 128).items()}
+    function = lambda q, k, v: varlen_attention(q, k, v, packed).cpu()  # noqa: E731
+    first, second = run(function, inputs), run(function, inputs)
+    for name, one in first.items():
+        assert torch.equal(one, second[name]), name
