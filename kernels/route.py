@@ -7,6 +7,8 @@ winners, divided by their sum + 1e-20 where `norm_topk_prob`, times `scaling`.
 Order: a stable sort of the T*K choices by expert, so that each expert's rows lie together and a token's order is kept.
 
 Dtypes: float32 whatever the model's, ids and index tables int64. Everything stays on the device; R = T*K is static.
+The torch version's product obeys torch's own switch for TF32, which is off unless somebody turns it on; the Triton
+version never uses TF32. On a GPU: `route_triton` for scores, choice and weights, `order_triton` for the tables.
 Source: Wang et al. 2024 (loss-free balancing: the bias selects, the score weighs); DeepSeek-AI 2024, section 2.1.2.
 """
 
@@ -15,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape
+from hymoe.kernels import order_triton, route_triton
+from hymoe.kernels.launch import arithmetic_dtype, check_shape, uses_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +43,10 @@ class Routing:
         return self.offsets.diff()
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> Routing:
-    """Builds the tables for chosen experts (T, K) int64 in 0..num_experts-1."""
+def sort_by_expert(ids: Tensor, num_experts: int, kernels: str = "auto") -> Routing:
+    """Builds the tables for chosen experts (T, K) int64 in 0..num_experts-1; `kernels` as in `launch.choose`."""
+    if uses_triton("route", kernels, ids):
+        return Routing(ids, *order_triton.sort_by_expert(ids, num_experts))
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(order).scatter_(
@@ -50,6 +55,32 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> Routing:
     offsets = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     torch.cumsum(torch.bincount(flat, minlength=num_experts), 0, out=offsets[1:])
     return Routing(ids, order, inverse.view_as(ids), offsets)
+
+
+def tile_table(offsets: Tensor, rows: int, block: int, kernels: str = "auto") -> Tensor:
+    """Which rows each tile of an expert product works on; a tile has rows of one expert only.
+
+    Args:
+        offsets: (E+1,) int64, first row of each expert; the last entry is `rows`.
+        rows: R, known on the host; below 2^31.
+        block: rows of a tile; an expert's last tile may have fewer.
+        kernels: which implementation, see `launch.choose`.
+
+    Returns:
+        table: (ceil(R/block)+E, 2) int32. Column 0: the expert, in order, -1 behind the last tile. Column 1: the
+            tile's first row, 0 behind the last tile. The tile ends `block` rows later or where its expert ends.
+    """
+    if uses_triton("route", kernels, offsets):
+        return order_triton.tile_table(offsets, rows, block)
+    tiles = (offsets.diff() + (block - 1)) // block  # (E,)
+    ends = tiles.cumsum(0)
+    number = torch.arange(-(-rows // block) + tiles.numel(), device=offsets.device)
+    expert = torch.searchsorted(ends, number, right=True)
+    behind = expert == tiles.numel()
+    within = expert.clamp(max=tiles.numel() - 1)
+    first = offsets[within] + (number - (ends - tiles)[within]) * block
+    table = [expert.masked_fill(behind, -1), first.masked_fill(behind, 0)]
+    return torch.stack(table, dim=1).to(torch.int32)
 
 
 def select_experts(
@@ -113,6 +144,7 @@ def route(
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
     kept: Routing | None = None,
+    kernels: str = "auto",
 ) -> tuple[Routing, Tensor]:
     """Chooses experts and weighs them.
 
@@ -127,21 +159,40 @@ def route(
         scaling: factor on the weights.
         kept: the routing of an earlier pass over the same tokens: its choices are used instead of new ones, so that a
             recomputed block cannot route differently.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         routing: the choices and their order.
         weights: (T, K) float32, differentiable in x and weight.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, more choices than experts, groups that experts cannot make.
     """
     check_shape("route weight", weight, (None, x.shape[1]))
     check_shape("route bias", bias, (weight.shape[0],))
+    if not 1 <= top_k <= weight.shape[0]:
+        raise ValueError(f"route: top_k = {top_k} of {weight.shape[0]} experts")
+    if topk_group < n_group and (weight.shape[0] % n_group or weight.shape[0] < 2 * n_group):
+        raise ValueError(
+            f"route: {weight.shape[0]} experts do not make {n_group} equal groups of two or more"
+        )
+    if uses_triton("route", kernels, x):
+        ids, weights = route_triton.route(
+            *(x, weight, bias, None if kept is None else kept.ids),
+            top_k=top_k,
+            n_group=n_group,
+            topk_group=topk_group,
+            norm_topk_prob=norm_topk_prob,
+            scaling=scaling,
+        )
+        if kept is None:
+            kept = sort_by_expert(ids, weight.shape[0], kernels)
+        return kept, weights
     wide = arithmetic_dtype(x)
     scores = torch.sigmoid(x.to(wide) @ weight.to(wide).T)  # (T, E)
     if kept is None:
         with torch.no_grad():
             kept = sort_by_expert(
-                select_experts(scores, bias, top_k, n_group, topk_group), weight.shape[0]
+                select_experts(scores, bias, top_k, n_group, topk_group), weight.shape[0], kernels
             )
     return kept, _weights(scores, kept.ids, norm_topk_prob, scaling)

@@ -29,7 +29,56 @@ class Tile:
 INTERPRETER = Tile(16, 32, 16, 1, 1)  # small, so that tiny tests have many tiles and ragged ones
 
 # arch -> product -> tiles, best first.
-TILES: dict[int, dict[str, tuple[Tile, ...]]] = {80: {}, 90: {}, 100: {}, 120: {}}
+TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
+    80: {
+        "experts.up": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 32, 4, 4)),
+        "experts.down": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 32, 4, 4)),
+        "experts.dgrad_down": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 32, 4, 4)),
+        "experts.dgrad_up": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 32, 4, 4)),
+        "experts.wgrad": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 32, 4, 3)),
+        "experts.float32": (Tile(64, 64, 32, 8, 3),),
+        "router": (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 4)),
+        "loss.logits": (Tile(128, 256, 32, 8, 3), Tile(128, 128, 32, 4, 4)),
+        "loss.dweight": (Tile(128, 128, 32, 8, 4), Tile(128, 128, 64, 8, 3)),
+        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+    },
+    90: {
+        "experts.up": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3)),
+        "experts.down": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3)),
+        "experts.dgrad_down": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3)),
+        "experts.dgrad_up": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3)),
+        "experts.wgrad": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
+        "experts.float32": (Tile(64, 64, 32, 8, 3),),
+        "router": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 3)),
+        "loss.logits": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
+        "loss.dweight": (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
+        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+    },
+    100: {
+        "experts.up": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
+        "experts.down": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
+        "experts.dgrad_down": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
+        "experts.dgrad_up": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
+        "experts.wgrad": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+        "experts.float32": (Tile(64, 64, 32, 8, 3),),
+        "router": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 8, 3)),
+        "loss.logits": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
+        "loss.dweight": (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
+        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+    },
+    120: {
+        "experts.up": (Tile(128, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)),
+        "experts.down": (Tile(128, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)),
+        "experts.dgrad_down": (Tile(128, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)),
+        "experts.dgrad_up": (Tile(128, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)),
+        "experts.wgrad": (Tile(128, 128, 64, 8, 3), Tile(128, 64, 32, 4, 3)),
+        "experts.float32": (Tile(64, 64, 32, 8, 3),),
+        "router": (Tile(128, 64, 32, 8, 2), Tile(64, 64, 32, 8, 3)),
+        "loss.logits": (Tile(128, 128, 64, 8, 2), Tile(128, 64, 64, 4, 3)),
+        "loss.dweight": (Tile(128, 128, 64, 8, 2), Tile(128, 64, 64, 8, 3)),
+        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+    },
+}
 
 
 def candidates(product: str, chip: Target, itemsize: int = 2) -> list[Tile]:
@@ -63,7 +112,30 @@ def nth_best(n: int) -> Iterator[None]:
         _nth = before
 
 
+_forced: dict[str, tuple[Tile, set[int]]] = {}
+
+
+@contextmanager
+def forced(product: str, choice: Tile) -> Iterator[set[int]]:
+    """Launches of a product inside take this tile, in the table or not, whether it fits or not: for tuning.
+
+    Yields:
+        The item sizes that the product's tile was asked for with.
+    """
+    before, asked = _forced.copy(), set()
+    _forced[product] = (choice, asked)
+    try:
+        yield asked
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
 def tile(product: str, chip: Target, itemsize: int = 2) -> Tile:
     """The tile that a product is launched with."""
+    if product in _forced:
+        choice, asked = _forced[product]
+        asked.add(itemsize)
+        return choice
     fitting = candidates(product, chip, itemsize)
     return fitting[min(_nth, len(fitting) - 1)]

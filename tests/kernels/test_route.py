@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hymoe.kernels.route import Routing, route, route_ref, select_experts, sort_by_expert
+from hymoe.kernels.route import (
+    Routing,
+    route,
+    route_ref,
+    select_experts,
+    sort_by_expert,
+    tile_table,
+)
 from tests.kernel_check import DTYPE_IDS, DTYPES, check, normal
 
 EXPERTS, WIDTH = 8, 12
@@ -187,3 +194,20 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         route(x, torch.ones(3, 5), torch.zeros(3), top_k=1)
     with pytest.raises(ValueError, match=r"route bias: expected shape \(3\), found \(4,\)"):
         route(x, torch.ones(3, 4), torch.zeros(4), top_k=1)
+    with pytest.raises(ValueError, match="top_k = 4 of 3 experts"):
+        route(x, torch.ones(3, 4), torch.zeros(3), top_k=4)
+    for experts, groups in ((7, 2), (4, 4)):
+        with pytest.raises(
+            ValueError, match=f"{experts} experts do not make {groups} equal groups"
+        ):
+            route(x, torch.ones(experts, 4), torch.zeros(experts), top_k=1, n_group=groups)
+
+
+def test_tiles_hold_every_row_once_and_one_expert_each() -> None:
+    ids = torch.tensor([[1, 3], [3, 1], [1, 5], [5, 3], [3, 1]])  # 0, 2, 4 and 6 idle
+    offsets = sort_by_expert(ids, 7).offsets
+    assert tile_table(offsets, 10, 3).tolist() == [
+        [1, 0], [1, 3], [3, 4], [3, 7], [5, 8], *[[-1, 0]] * 6
+    ]  # fmt: skip
+    assert tile_table(offsets, 10, 128).tolist() == [[1, 0], [3, 4], [5, 8], *[[-1, 0]] * 5]
+    assert tile_table(torch.zeros(3, dtype=torch.int64), 0, 16).tolist() == [[-1, 0]] * 2
