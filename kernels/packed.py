@@ -31,6 +31,30 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """The row cut into chunks of at most Q tokens that begin anew with each document, as tables for a kernel.
+
+    A state enters every chunk but a document's first one; those states are numbered ("slots") along each document.
+    There are fewer than T/Q of them however many documents there are: a short document has none.
+
+    Attributes:
+        size: Q.
+        count: C, number of chunks, at most T/Q + S.
+        slots: number of states between chunks.
+        table: (C, 4) int32 on the device: first token, tokens, slot of the state that enters the chunk, slot of the
+            state that leaves it; -1 where there is none.
+        long: (L, 3) int32 on the device, the documents of more than one chunk, longest first: first token, tokens,
+            first slot.
+    """
+
+    size: int
+    count: int
+    slots: int
+    table: torch.Tensor
+    long: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Documents of similar length, padded behind their end to the longest of them.
 
@@ -143,6 +167,10 @@ class Packed:
         """The row cut into chunks of `size` tokens that begin anew with each document, `most` chunks a block."""
         return self._table(("blocks", size, most), lambda: self._make_blocks(size, most))
 
+    def chunks(self, size: int) -> Chunks:
+        """The row cut into chunks of `size` tokens that begin anew with each document."""
+        return self._table(("chunks", size), lambda: self._make_chunks(size))
+
     def buckets(self) -> tuple[Bucket, ...]:
         """All documents, grouped by the power of two that bounds their length."""
         return self._table("buckets", self._make_buckets)
@@ -174,6 +202,30 @@ class Packed:
                 )
             )
         return tuple(blocks)
+
+    def _make_chunks(self, size: int) -> Chunks:
+        lengths, starts = np.asarray(self.lengths), self._starts()[:-1]
+        counts = -(-lengths // size)
+        document = np.repeat(np.arange(len(lengths)), counts)
+        number = (
+            np.arange(len(document)) - (np.cumsum(counts) - counts)[document]
+        )  # in its document
+        enters = number > 0
+        enter = np.where(enters, np.cumsum(enters) - 1, -1)
+        leave = np.where(number + 1 < counts[document], np.cumsum(enters), -1)
+        first = starts[document] + number * size
+        filled = np.minimum(size, lengths[document] - number * size)
+        slot = np.cumsum(counts - 1) - (counts - 1)  # first one of each document
+        long = np.flatnonzero(counts > 1)
+        long = long[np.argsort(-counts[long], kind="stable")]
+        tables = [
+            self._on_device(np.stack(columns, axis=1).astype(np.int32))
+            for columns in (
+                (first, filled, enter, leave),
+                (starts[long], lengths[long], slot[long]),
+            )
+        ]
+        return Chunks(size, len(document), int(enters.sum()), *tables)
 
     def _make_buckets(self) -> tuple[Bucket, ...]:
         starts = self._starts()

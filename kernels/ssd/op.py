@@ -1,4 +1,4 @@
-"""The Mamba-2 scan over packed documents, chunk by chunk with matrix products.
+"""The Mamba-2 scan over packed documents, chunk by chunk with matrix products: torch version and dispatch.
 
 Math (letters of `model/config.py`; `ref.py` has the recurrence): with s[i] the running sum of dt*a within a chunk,
 1. inside a chunk: y[i] += sum_{j<=i} (c[i] . b[j]) exp(s[i] - s[j]) dt[j] x[j]; c . b once a group, not once a head;
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape
+from hymoe.kernels.launch import arithmetic_dtype, check_shape, choose
 from hymoe.kernels.packed import Block, Packed
+from hymoe.kernels.ssd.package import package_scan
+from hymoe.kernels.ssd.scan import triton_scan
 
 CPU_CHUNK = 64  # tokens: half the work inside of a chunk of 128, twice the states
 CPU_BLOCK = 1 << 19  # elements a thread: a temporary of each shape fills an L2 of 2 MB
@@ -269,6 +271,7 @@ def ssd_scan(
     dt_limit: tuple[float, float],
     packed: Packed,
     chunk_size: int = 128,
+    kernels: str = "auto",
 ) -> Tensor:
     """Selective state-space scan along each document.
 
@@ -283,6 +286,7 @@ def ssd_scan(
         dt_limit: lowest and highest time step after softplus.
         packed: boundaries of the documents in the T tokens.
         chunk_size: Q at most; a row of short documents uses shorter chunks, which changes rounding only.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         y: (T, H, P) in x's dtype.
@@ -301,6 +305,10 @@ def ssd_scan(
     if heads % groups:
         raise ValueError(f"ssd_scan: {heads} heads do not divide by {groups} groups")
 
+    chosen = choose("ssd_scan", kernels, x.device.type, x.dtype).name
+    if chosen != "torch":
+        run = triton_scan if chosen == "triton" else package_scan
+        return run(x, dt, a_log, b, c, skip, dt_bias, dt_limit, packed, chunk_size)
     wide = arithmetic_dtype(x)
     size, most = _chunking(packed, chunk_size, x, states)
     step = functional.softplus(dt.to(wide) + dt_bias.to(wide)).clamp(*dt_limit)  # (T, H)
