@@ -1,4 +1,4 @@
-"""The routed experts, one after another: gather its tokens, up, squared ReLU, down, add to the tokens' sums.
+"""The routed experts: for each one gather its tokens, up, squared ReLU, down, add to the tokens' sums.
 
 Math, for row r of token t and expert e with routing weight w[r]: z = up[e] @ x[t]; a = relu(z)^2;
 out[t] += down[e] @ (w[r] a). The weight is folded into a before the down product (F is narrower than D), so that
@@ -7,6 +7,7 @@ ddown[e] += outer(dout[t], w[r] a); dup[e] += outer(dz, x[t]); dx[t] += up[e]^T 
 
 Dtypes: products in the weights' dtype; what lies between them, and the sums over a token's K rows, in float32.
 Memory: saved are the inputs, the routing's tables and relu(z), (R, F); of (R, D) one expert's rows exist at a time.
+On a GPU: `experts_triton.py`, all experts in one launch a product, without asking the device.
 Empty experts get zero gradients. A token is at most once among an expert's rows and experts take turns, so sums have
 one order.
 """
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hymoe.kernels.launch import arithmetic_dtype, check_shape
+from hymoe.kernels import experts_triton, grouped_gemm_triton
+from hymoe.kernels.launch import arithmetic_dtype, check_shape, uses_triton
 from hymoe.kernels.route import Routing
 
 # A CPU's bfloat16 product is compiled when its shape is first seen (2.8 ms, against 0.2 ms for 384 rows), and row
@@ -32,13 +34,14 @@ def grouped_gemm_ref(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ w.T for (a, b), w in zip(pairs, weight, strict=True)])
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, kernels: str = "auto") -> Tensor:
     """Each expert's rows times its matrix: y[r] = weight[e] @ x[r] for offsets[e] <= r < offsets[e+1].
 
     Args:
         x: (R, I) rows in expert order.
         weight: (E, O, I).
         offsets: (E+1,) int64, first row of each expert; the last entry is R.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         y: (R, O) in x's dtype. Not differentiable: `expert_mlp` has its own backward pass.
@@ -48,6 +51,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     check_shape("grouped_gemm weight", weight, (None, None, x.shape[1]))
     check_shape("grouped_gemm offsets", offsets, (weight.shape[0] + 1,))
+    if uses_triton("expert_mlp", kernels, x):
+        rows = grouped_gemm_triton.Rows(x.shape[0], offsets)
+        return grouped_gemm_triton.rows_product("down", x, weight, rows)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in _spans(offsets):
         torch.mm(x[rows], weight[e].T, out=y[rows])
@@ -158,7 +164,14 @@ class _ExpertMLP(torch.autograd.Function):
         return dx.to(x.dtype), dweights, dup, ddown, None
 
 
-def expert_mlp(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+def expert_mlp(
+    x: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    kernels: str = "auto",
+) -> Tensor:
     """Sum over each token's experts of weight * down(relu(up(x))^2).
 
     Args:
@@ -167,6 +180,7 @@ def expert_mlp(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Ro
         up: (E, F, D) in x's dtype.
         down: (E, D, F) in x's dtype.
         routing: choices and expert order of the T tokens.
+        kernels: which implementation, see `launch.choose`.
 
     Returns:
         out: (T, D) in x's dtype.
@@ -177,4 +191,6 @@ def expert_mlp(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Ro
     check_shape("expert_mlp routing", routing.ids, (x.shape[0], weights.shape[1]))
     check_shape("expert_mlp up", up, (routing.offsets.shape[0] - 1, None, x.shape[1]))
     check_shape("expert_mlp down", down, (up.shape[0], x.shape[1], up.shape[1]))
+    if uses_triton("expert_mlp", kernels, x):
+        return experts_triton.TritonExpertMLP.apply(x, weights, up, down, routing)
     return _ExpertMLP.apply(x, weights, up, down, routing)

@@ -42,11 +42,11 @@ def inputs_of(tokens: int, words: int = WORDS) -> dict[str, Tensor]:
     return normal(1, hidden=(tokens, WIDTH), weight=(words, WIDTH))
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     """What plain torch does: logits in the model's dtype, cross-entropy in float32."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = functional.linear(hidden, weight).to(wide)
-    return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction=reduction)
 
 
 def with_labels(function: Any, labels: Tensor, **options: Any) -> Any:
@@ -243,3 +243,101 @@ def test_a_wrong_count_of_supervised_rows_is_refused() -> None:
     for count in (2, 4):
         with pytest.raises(ValueError, match=f"3 labels are not -100, the host counted {count}"):
             linear_cross_entropy(hidden, weight, labels, count)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("reduction", loss.REDUCTIONS)
+@pytest.mark.parametrize("scale", [None, 700.0, 700], ids=["no-scale", "scale", "count"])
+def test_forms(reduction: str, scale: float | None, dtype: torch.dtype) -> None:
+    """For "none" `check` gives every row an upstream gradient of its own."""
+    if reduction == "mean" and scale is not None:
+        return
+    labels = labels_of(48)
+    options = {"reduction": reduction}
+    divided = lambda f: lambda **x: f(**x) / (scale or 1)  # noqa: E731
+    check(
+        with_labels(
+            linear_cross_entropy,
+            labels,
+            scale=None if scale is None else torch.tensor(scale),
+            **options,
+        ),
+        divided(with_labels(linear_cross_entropy_ref, labels, **options)),
+        inputs_of(48),
+        dtype,
+        plain=divided(with_labels(plain, labels, **options)),
+    )
+
+
+@pytest.mark.parametrize("reduction", loss.REDUCTIONS)
+def test_nothing_supervised_in_every_form(reduction: str) -> None:
+    """Also where the scale, a count over all ranks, is zero."""
+    inputs = {n: x.requires_grad_() for n, x in inputs_of(6).items()}
+    scale = None if reduction == "mean" else torch.zeros(())
+    labels = torch.full((6,), IGNORE)
+    found = linear_cross_entropy(**inputs, labels=labels, reduction=reduction, scale=scale)
+    assert not found.any()
+    found.sum().backward()
+    for name, x in inputs.items():
+        assert torch.equal(x.grad, torch.zeros_like(x)), name
+
+
+def test_a_gradient_in_bfloat16_keeps_the_precision_of_its_upstream_factor() -> None:
+    """1/700 has no BF16: were it rounded first, every gradient would be off by the same 0.1 %."""
+    labels = labels_of(48)
+    leaves = [x.bfloat16().requires_grad_() for x in inputs_of(48).values()]
+    linear_cross_entropy(*leaves, labels).backward()
+    whole = [x.grad.double() for x in leaves]
+    factor = torch.tensor(1 / 700)
+    assert (factor.bfloat16().double() * 700 - 1).abs() > 1e-3
+    for x in leaves:
+        x.grad = None
+    (linear_cross_entropy(*leaves, labels) * factor).backward()
+    for x, gradient in zip(leaves, whole, strict=True):
+        ratio = (x.grad.double() * gradient).sum() / (gradient * gradient).sum()
+        assert abs(ratio.item() * 700 - 1) < 5e-4
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_blocks_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In BF16 a CPU adds it up in blocks of words, here of 5, the last one short."""
+    labels = labels_of(30)
+    leaves = [x.bfloat16().requires_grad_() for x in inputs_of(30).values()]
+    found = []
+    for size in (loss.CPU_WORDS_BYTES, 4 * WIDTH * 5):
+        monkeypatch.setattr(loss, "CPU_WORDS_BYTES", size)
+        found.append(torch.autograd.grad(linear_cross_entropy(*leaves, labels), leaves))
+    for one, other in zip(*found, strict=True):
+        assert_close_rel(one, other, 2**-8)
+
+
+def test_chunks_are_of_nearly_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "chunk_rows", lambda weight: 10)
+    for count, sizes in {0: [], 1: [1], 10: [10], 11: [6, 5], 25: [9, 9, 7]}.items():
+        slices = loss._row_slices(torch.zeros(count), torch.zeros(3, 2))
+        assert [s.stop - s.start for s in slices] == sizes
+        assert [s.start for s in slices[1:]] == [s.stop for s in slices[:-1]]
+
+
+def test_rows_of_a_count_that_no_one_checks() -> None:
+    """A GPU is not asked: what the host counted wrongly shows as NaN, never as a loss of fewer rows."""
+    labels = torch.tensor([1, IGNORE, 3, 4])
+    rows, targets = loss.counted_rows(labels, 3)
+    assert (rows.tolist(), targets.tolist()) == ([0, 2, 3], [1, 3, 4])
+    for count in (0, 1, 2, 4, 9):
+        rows, targets = loss.counted_rows(labels, count)
+        assert (len(rows), targets.tolist()) == (count, [-1] * count)
+        assert ((rows >= 0) & (rows < 4)).all()
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    hidden, weight, labels = torch.ones(3, 4), torch.ones(7, 4), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"hidden is torch.float32 and weight is torch.bfloat16"):
+        linear_cross_entropy(hidden, weight.bfloat16(), labels)
+    with pytest.raises(ValueError, match="reduction = 'average'; expected one of sum, mean, none"):
+        linear_cross_entropy(hidden, weight, labels, reduction="average")
+    with pytest.raises(ValueError, match="a mean has its own divisor"):
+        linear_cross_entropy(hidden, weight, labels, reduction="mean", scale=torch.ones(()))
+    with pytest.raises(ValueError, match=r"linear_cross_entropy scale: expected shape \(\)"):
+        linear_cross_entropy(hidden, weight, labels, scale=torch.ones(1))
