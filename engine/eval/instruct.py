@@ -6,6 +6,9 @@ object a constraint). **Answers** have `key` and `response`; what `scripts/gener
 
 **Strict** judges the answer as it is. **Loose** passes if any of eight versions does: without its
 first line, its last line or both, each also without asterisks, as in IFEval.
+
+**Intervals** of the totals are Wilson's, for independent trials. Prompts are independent of each other;
+constraints of one prompt share an answer, so the interval over all constraints is somewhat too narrow.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,9 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hymoe.engine.data.formats import read_jsonl
+from hymoe.engine.data.sources import read_jsonl
 from hymoe.engine.errors import UserError
-from hymoe.engine.eval.checks import check, resolve
+from hymoe.engine.eval.checks import Verdict, check, resolve
+from hymoe.engine.eval.intervals import wilson
+
+# What each of the eight versions of `loose_versions` lacks, for a reason.
+VERSIONS = (
+    "",
+    "without the first line: ",
+    "without the last line: ",
+    "without the first and the last line: ",
+    "without asterisks: ",
+    "without the first line and asterisks: ",
+    "without the last line and asterisks: ",
+    "without the first and the last line and asterisks: ",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +59,20 @@ class Tally:
         self.loose += loose
 
     def shown(self) -> str:
-        """The strict rate in percent, with the loose one where it differs."""
+        """The strict rate in percent with its interval, and the loose one where it differs."""
         if not self.total:
             return "-"
+        low, high = wilson(self.strict, self.total)
         loose = f" (loose {self.loose / self.total:.1%})" if self.loose != self.strict else ""
-        return f"{self.strict / self.total:.1%}{loose}"
+        return f"{self.strict / self.total:.1%} [{low:.1%}, {high:.1%}]{loose}"
 
-    def as_dict(self) -> dict[str, int | float | None]:
-        """Counts and rates; a rate of nothing is None."""
-        rates = {
-            name: count / self.total if self.total else None
-            for name, count in (("strict_rate", self.strict), ("loose_rate", self.loose))
-        }
-        return {"total": self.total, "strict": self.strict, "loose": self.loose, **rates}
+    def as_dict(self) -> dict[str, Any]:
+        """Counts, rates and their 95 % Wilson intervals; the rate of nothing is None."""
+        made: dict[str, Any] = {"total": self.total, "strict": self.strict, "loose": self.loose}
+        for name, count in (("strict", self.strict), ("loose", self.loose)):
+            made[f"{name}_rate"] = count / self.total if self.total else None
+            made[f"{name}_interval"] = list(wilson(count, self.total)) if self.total else None
+        return made
 
 
 @dataclass(slots=True)
@@ -65,6 +82,7 @@ class Report:
     strict: dict[str, list[bool]] = field(default_factory=dict)  # by key, in the order of its list
     loose: dict[str, list[bool]] = field(default_factory=dict)
     reasons: dict[str, list[str]] = field(default_factory=dict)  # of the strict verdicts
+    loose_reasons: dict[str, list[str]] = field(default_factory=dict)
     by_kind: dict[str, Tally] = field(default_factory=dict)
     constraints: Tally = field(default_factory=Tally)
     prompts: Tally = field(default_factory=Tally)  # a prompt passes when all its constraints do
@@ -78,6 +96,7 @@ class Report:
                     "strict": self.strict[key],
                     "loose": self.loose[key],
                     "reasons": self.reasons[key],
+                    "loose_reasons": self.loose_reasons[key],
                 }
                 for key in self.strict
             },
@@ -108,27 +127,48 @@ def read_answers(path: Path | str, prompts: Iterable[Prompt]) -> dict[str, str]:
     """Reads the answers to `prompts`, by key.
 
     Raises:
-        UserError: a row without key or response, a key twice or of no prompt, a prompt unanswered.
+        UserError: as `read_responses`.
     """
-    expected = {prompt.key for prompt in prompts}
+    return read_responses(path, [prompt.key for prompt in prompts], "prompts")
+
+
+def read_responses(
+    path: Path | str, keys: Iterable[str], what: str, optional: Iterable[str] = ()
+) -> dict[str, str]:
+    """Reads a file of answers, by key.
+
+    Args:
+        path: rows with `key` or `id`, and `response`.
+        keys: each has one answer.
+        what: the keys are of, for messages.
+        optional: keys that may have an answer, which is not returned.
+
+    Raises:
+        UserError: a row without key or response, a key twice or of nothing asked, one without an answer.
+    """
+    expected, others = set(keys), set(optional)
     answers: dict[str, str] = {}
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
         key = row.get("key", row.get("id"))
         if key is None:
-            raise UserError(f'{where}: found neither "key" nor "id", expected the key of a prompt')
+            raise UserError(
+                f'{where}: found neither "key" nor "id", expected the key of one of the {what}'
+            )
         if not isinstance(row.get("response"), str):
             raise UserError(f'{where}: "response" is {row.get("response")!r}, expected text')
         key = str(key)
+        if key in others:
+            continue
         if key not in expected:
-            raise UserError(f"{where}: found key {key}, expected a key of the prompts")
+            raise UserError(f"{where}: found key {key}, expected a key of the {what}")
         if key in answers:
             raise UserError(f"{where}: found key {key} again, expected each once")
         answers[key] = row["response"]
     missing = [key for key in sorted(expected) if key not in answers]
     if missing:
         raise UserError(
-            f"{path}: found no answer to {len(missing)} of {len(expected)} prompts, the first is "
+            f"{path}: found no answer to {len(missing)} of {len(expected)} {what}, the first is "
             f"{missing[0]}, expected an answer to each"
         )
     return answers
@@ -144,16 +184,17 @@ def score(prompts: Iterable[Prompt], answers: Mapping[str, str]) -> Report:
     report = Report()
     for prompt in prompts:
         answer = answers[prompt.key]
-        versions = loose_versions(answer)
         pairs = list(zip(prompt.instruction_ids, prompt.arguments, strict=True))
         verdicts = [check(kind, answer, arguments) for kind, arguments in pairs]
         strict = [verdict.passed for verdict in verdicts]
-        loose = [
-            any(check(kind, version, arguments).passed for version in versions)
-            for kind, arguments in pairs
+        found = [
+            judge_loosely(answer, kind, arguments, verdict)
+            for (kind, arguments), verdict in zip(pairs, verdicts, strict=True)
         ]
+        loose = [verdict.passed for verdict in found]
         report.strict[prompt.key], report.loose[prompt.key] = strict, loose
         report.reasons[prompt.key] = [verdict.reason for verdict in verdicts]
+        report.loose_reasons[prompt.key] = [verdict.reason for verdict in found]
         if not pairs:
             report.prompts_without_constraints += 1
             continue
@@ -162,6 +203,21 @@ def score(prompts: Iterable[Prompt], answers: Mapping[str, str]) -> Report:
             report.constraints.add(s, l)
         report.prompts.add(all(strict), all(loose))
     return report
+
+
+def judge_loosely(answer: str, kind: str, arguments: Mapping[str, Any], strict: Verdict) -> Verdict:
+    """The first version that passes, said in the reason, or else the strict verdict."""
+    seen = {answer}
+    for without, version in zip(VERSIONS, loose_versions(answer), strict=True):
+        if strict.passed:
+            break
+        if version in seen:
+            continue
+        seen.add(version)
+        verdict = check(kind, version, arguments)
+        if verdict.passed:
+            return Verdict(True, without + verdict.reason)
+    return strict
 
 
 def loose_versions(answer: str) -> list[str]:
