@@ -1,13 +1,20 @@
 """How a model is spread over the ranks, and how their gradients meet.
 
 `Alone` is one process. `Sharded` is the simple plan: FSDP2 over all ranks, one unit a block, the embedding and the head
-apart; the small float32 tensors are replicated outside FSDP2, whose units want one dtype. A plan that keeps whole
-experts on a rank is a third class beside these two with the same methods; the model meets it only through
-`MoE.exchange`.
+apart; the small float32 tensors are replicated outside FSDP2, whose units want one dtype. `ExpertParallel` is `Sharded`
+for all but the routed experts: those stay whole on their ranks, and tokens travel to them (`exchange.py`). The model
+meets a plan only through `MoE.exchange`.
 
 Gradients are sums over ranks, never means: the loss is a sum, and one factor, 1 / supervised tokens of the step, is
 applied by the optimiser. Every sum over ranks is made in float32 in the order of the ranks, so that two runs give the
 same bits.
+
+**Expert groups.** Neighbouring ranks: rank = group * n + place, so that a group lies in one node. The rank at place e
+holds the experts e*E/n to (e+1)*E/n of every layer. Their gradients are complete without any sum, because all tokens of
+the group came to them. With fewer ranks in a group than in the world every group has all experts, and the gradients of
+the copies are added once a step, after all micro-steps: memory for speed, FSDP2 over the groups would gather them
+again and again. A stack of experts is a DTensor of rows over (groups, places), so that reading, saving, exporting and
+the optimiser find a rank's rows as they find FSDP2's.
 """
 
 from collections.abc import Callable
@@ -17,13 +24,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hymoe.engine.errors import UserError
+from hymoe.engine.exchange import ExpertExchange
+from hymoe.engine.parallel_wire import CountedAllGather, OrderedReduceScatter, Wire
+from hymoe.model.moe import MoE
 from hymoe.model.names import is_small
 from hymoe.model.net import HybridLM
+
+SIZES = (1, 2, 4, 8)  # of expert groups
 
 T = TypeVar("T")
 
@@ -36,12 +48,15 @@ class Alone:
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where everything lives."""
-        self.device = device
+        self.device, self.wire = device, Wire()
         self._grads = _GradientSum()
 
     def shard(self, lm: HybridLM) -> HybridLM:
         """Spreads a model that is still on the meta device and gives it memory."""
-        return lm.to_empty(device=self.device)
+        lm.to_empty(device=self.device)
+        if lm.config.tie_word_embeddings:
+            lm.head.weight = lm.embeddings.weight  # `to_empty` gives each name memory of its own
+        return lm
 
     def collect_gradients(self, lm: HybridLM, last: bool) -> None:
         """Takes what a micro-step's backward pass left in `.grad`; `last` of the step or not."""
@@ -72,15 +87,16 @@ class Sharded(Alone):
     def __init__(self, device: torch.device, timeout_s: float = 1800.0) -> None:
         """Joins the process group that torchrun's environment describes."""
         super().__init__(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("fsdp",))
 
     def shard(self, lm: HybridLM) -> HybridLM:
         """Wraps blocks, embedding, head and root; each rank allocates its own rows of dimension 0 only."""
-        small = {p for name, p in lm.named_parameters() if is_small(name)}
-        options: dict[str, Any] = {"mesh": self.mesh, "ignored_params": small}
+        apart = {p for name, p in lm.named_parameters() if self._is_apart(name)}
+        options: dict[str, Any] = {"mesh": self.mesh, "ignored_params": apart}
         for layer in lm.layers:
             fully_shard(layer, **options)
         if not lm.config.tie_word_embeddings:
@@ -97,8 +113,14 @@ class Sharded(Alone):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_reduce_scatter(OrderedReduceScatter())
+                module.set_custom_all_gather(CountedAllGather(self.wire))
+                module.set_custom_reduce_scatter(OrderedReduceScatter(self.wire))
         return lm.to_empty(device=self.device)
+
+    @staticmethod
+    def _is_apart(name: str) -> bool:
+        """Whether FSDP2 leaves a parameter alone."""
+        return is_small(name)
 
     def gradients(self, lm: HybridLM) -> list[Tensor]:
         """As for one process; the replicated small tensors are summed over the ranks here, in one flat exchange."""
@@ -106,7 +128,7 @@ class Sharded(Alone):
         small = [
             g for (name, _), g in zip(lm.named_parameters(), grads, strict=True) if is_small(name)
         ]
-        total = self.sum_over_ranks(torch.cat([g.flatten() for g in small]))
+        total = self.wire.sum_large(torch.cat([g.flatten() for g in small]))
         for grad, part in zip(small, total.split([g.numel() for g in small]), strict=True):
             grad.copy_(part.view_as(grad))
         return grads
@@ -119,9 +141,7 @@ class Sharded(Alone):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All ranks' values are gathered and added in rank order, so that no algorithm choice of a library matters."""
-        gathered = values.new_empty(self.world_size * values.numel())
-        _all_gather(gathered, values.flatten())
-        return _sum_in_order(gathered.view(self.world_size, *values.shape))
+        return self.wire.sum_small(values)
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
         """The result, or the message of a `UserError`, is broadcast."""
@@ -141,48 +161,96 @@ class Sharded(Alone):
         dist.destroy_process_group()
 
 
-class OrderedReduceScatter:
-    """FSDP2's reduce-scatter as an all-to-all in the gradients' dtype and a float32 sum in rank order.
+class ExpertParallel(Sharded):
+    """Whole experts on their ranks, all else as in `Sharded`; see the head of this file."""
 
-    The bits are those of a float32 reduce-scatter that adds in rank order, and half its bytes travel.
-    """
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for FSDP2's copy-in or for the sum."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
+    def __init__(
         self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
+        device: torch.device,
+        group_size: int,
+        exchange: str = "gather",
+        timeout_s: float = 1800.0,
     ) -> None:
-        """`input_tensor` (n*shard,) of every rank -> `output_tensor` (shard,), the sum of this rank's parts.
+        """Joins the process group, and makes those of the experts.
+
+        Args:
+            device: where everything lives.
+            group_size: ranks that share the experts; divides the world.
+            exchange: gather or dedup.
+            timeout_s: of a collective.
+        """
+        super().__init__(device, timeout_s)
+        self._kind, self.group_size = exchange, group_size
+        timeout = timedelta(seconds=timeout_s)
+        names = ("group", "place")
+        shape = (self.world_size // group_size, group_size)
+        self.experts_mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        places = torch.arange(self.world_size).view(shape)
+        # Every rank makes every group, in one order. The mesh's own would be the default one where there is one group.
+        self._group = _mine([dist.new_group(r.tolist(), timeout) for r in places], places)
+        self._hosts = _mine([dist.new_group(r.tolist(), timeout, "gloo") for r in places], places)
+        self._copies = _mine([dist.new_group(r.tolist(), timeout) for r in places.T], places.T)
+
+    def shard(self, lm: HybridLM) -> HybridLM:
+        """As `Sharded`, with the routed experts of this rank as rows of a DTensor and the exchange in every layer.
 
         Raises:
-            RuntimeError: FSDP2 asks for another operation than a sum, or for an asynchronous one.
+            UserError: the experts cannot be shared equally.
         """
-        if op != dist.ReduceOp.SUM or async_op:
-            raise RuntimeError(
-                f"expected a synchronous sum, FSDP2 asked for {op}, async_op={async_op}"
+        size, total = self.group_size, lm.config.n_routed_experts
+        if total % size:
+            raise UserError(
+                f"parallel.expert_parallel is {size}; expected a divisor of the model's {total} experts"
             )
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(_sum_in_order(received.view(dist.get_world_size(group), -1)))
+        exchange = ExpertExchange(self._kind, self._group, self.wire, total)
+        for layer in lm.layers:
+            if isinstance(layer.mixer, MoE):
+                layer.mixer.exchange = exchange
+                for name, stack in list(layer.mixer.experts.named_parameters()):
+                    setattr(layer.mixer.experts, name, self._spread_stack(stack))
+        super().shard(lm)
+        # Waiting for the device, as an exchange may, would keep FSDP2 from gathering the next block in time.
+        for before, after in zip(lm.layers[:-1], lm.layers[1:], strict=True):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        lm.register_forward_pre_hook(
+            lambda _, args, kwargs: exchange.agree_on_tokens(
+                self._hosts, len(args[0] if args else kwargs["input_ids"])
+            ),
+            with_kwargs=True,
+        )
+        return lm
+
+    def gradients(self, lm: HybridLM) -> list[Tensor]:
+        """As `Sharded`; gradients of experts are summed over the groups, where there are several."""
+        grads = super().gradients(lm)
+        if self.group_size < self.world_size:
+            for (name, _), grad in zip(lm.named_parameters(), grads, strict=True):
+                if _is_expert(name):
+                    grad.copy_(self.wire.sum_large(grad, self._copies))
+        return grads
+
+    @staticmethod
+    def _is_apart(name: str) -> bool:
+        return is_small(name) or _is_expert(name)
+
+    def _spread_stack(self, stack: nn.Parameter) -> nn.Parameter:
+        """(E, ...) on the meta device -> the same shape, of which this rank has E/n rows, still without memory."""
+        own = stack.new_empty(len(stack) // self.group_size, *stack.shape[1:])
+        placements = [Replicate(), Shard(0)]
+        shape = {"shape": stack.shape, "stride": stack.stride()}
+        return nn.Parameter(
+            DTensor.from_local(own, self.experts_mesh, placements, run_check=False, **shape)
+        )
 
 
-# torch 2.13 renamed the operation and warns of the old name, which is the only one that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+def _mine(groups: list[dist.ProcessGroup], ranks: Tensor) -> dist.ProcessGroup:
+    """Of groups with these ranks (a row each) the one that this rank is in."""
+    return groups[int((ranks == dist.get_rank()).any(dim=1).nonzero())]
 
 
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """(n, ...) -> (...), added one after another in float32 or wider."""
-    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total
+def _is_expert(name: str) -> bool:
+    return ".mixer.experts." in name
 
 
 class _GradientSum:
@@ -226,6 +294,60 @@ def _local_gradient(name: str, parameter: nn.Parameter) -> Tensor:
     return local(parameter.grad)
 
 
-def start(device: torch.device, world_size: int) -> Alone:
-    """The plan for a process of `world_size`."""
-    return Sharded(device) if world_size > 1 else Alone(device)
+def choose_expert_parallel(asked: str | int, world_size: int, num_experts: int) -> tuple[int, str]:
+    """Resolves `parallel.expert_parallel`.
+
+    Args:
+        asked: auto, or the number of ranks that share the experts.
+        world_size: all ranks.
+        num_experts: of a layer; 0 for a model without routed experts.
+
+    Returns:
+        The number, and the reason in words for the log.
+
+    Raises:
+        UserError: ranks or experts cannot be divided that way.
+    """
+    if asked == "auto":
+        fits = [n for n in SIZES if num_experts and not (world_size % n or num_experts % n)]
+        best = max(fits, default=1)
+        if best > 1:
+            return (
+                best,
+                f"{best} ranks share the {num_experts} experts: tokens travel, experts stay",
+            )
+        return 1, "experts are sharded like all else"
+    size = int(asked)
+    if size == 1:
+        return 1, "as asked"
+    for what, number in (("ranks", world_size), ("experts", num_experts)):
+        if not number or number % size:
+            raise UserError(
+                f"parallel.expert_parallel is {size}; expected a divisor of the {number} {what}"
+            )
+    return size, "as asked"
+
+
+def choose_exchange(asked: str, expert_parallel: int) -> str:
+    """Resolves `parallel.exchange`: auto is gather up to 4 ranks, where it sends a fifth more and never waits."""
+    if asked == "auto":
+        return "gather" if expert_parallel <= 4 else "dedup"
+    return asked
+
+
+def start(
+    device: torch.device, world_size: int, expert_parallel: int = 1, exchange: str = "auto"
+) -> Alone:
+    """The plan for a process of `world_size`.
+
+    Args:
+        device: where everything lives.
+        world_size: all ranks.
+        expert_parallel: ranks that share the experts, what `choose_expert_parallel` gave.
+        exchange: auto, gather or dedup.
+    """
+    if world_size == 1:
+        return Alone(device)
+    if expert_parallel == 1:
+        return Sharded(device)
+    return ExpertParallel(device, expert_parallel, choose_exchange(exchange, expert_parallel))

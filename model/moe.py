@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hymoe.kernels.experts import expert_mlp
+from hymoe.kernels.few_rows import expert_mlp_few, takes_few
 from hymoe.kernels.route import Routing, route
 from hymoe.model.config import HybridConfig
 from hymoe.model.mlp import MLP, Linear
@@ -54,16 +55,19 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """(T, D) and weights (T, K) -> (T, D), the weighted sum over each token's experts."""
+        if takes_few(x, routing, self.kernels):
+            return expert_mlp_few(x, weights, self.up_proj, self.down_proj, routing)
         return expert_mlp(x, weights, self.up_proj, self.down_proj, routing, self.kernels)
 
 
-# How rows reach the experts: given the experts' forward, inputs, weights and choices, returns their weighted sum.
-Exchange = Callable[[Experts, Tensor, Tensor, Routing], Tensor]
+# How rows reach the experts. Called with the experts, inputs, weights and choices, it may send rows on their way; what
+# it returns is called after the shared expert, whose work covers the journey, and gives the weighted sums (T, D).
+Exchange = Callable[[Experts, Tensor, Tensor, Routing], Callable[[], Tensor]]
 
 
-def stay(experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+def stay(experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Callable[[], Tensor]:
     """The exchange where every expert is at hand: nothing travels."""
-    return experts(x, weights, routing)
+    return lambda: experts(x, weights, routing)
 
 
 class MoE(nn.Module):
@@ -102,10 +106,12 @@ class MoE(nn.Module):
             kept.append(routing)
             self._count(routing)
         rows = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        out = self.exchange(self.experts, rows, weights, routing)
+        finish = self.exchange(self.experts, rows, weights, routing)
+        shared = self.shared_experts(x)
+        out = finish()
         if self.fc2_latent_proj is not None:
             out = self.fc2_latent_proj(out)
-        return out + self.shared_experts(x)
+        return out + shared
 
     @torch.no_grad()
     def _count(self, routing: Routing) -> None:

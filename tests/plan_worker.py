@@ -8,6 +8,7 @@ import torch
 
 from hymoe.engine import parallel
 from hymoe.engine.data.loader import MicroBatch, StepBatch
+from hymoe.engine.hf_rows import local_rows
 from hymoe.engine.optim import Optimizer
 from hymoe.engine.recipe import Optim, Recipe
 from hymoe.engine.stop import StopFlag
@@ -29,21 +30,20 @@ def micro_batch(seed: int, supervised: int) -> MicroBatch:
 
 
 def build(
-    plan: parallel.Alone, recompute: bool = False, **changes: object
+    plan: parallel.Alone,
+    recompute: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **changes: object,
 ) -> tuple[HybridLM, dict]:
     """The same tiny weights on every rank, sharded."""
-    whole = dict(tiny_lm(seed=5, **changes).state_dict())
-    lm = HybridLM(tiny_config(**changes), device="meta")
+    whole = dict(tiny_lm(seed=5, dtype=dtype, **changes).state_dict())
+    lm = HybridLM(tiny_config(**changes), dtype=dtype, device="meta")
     lm.set_recompute(recompute)
     lm = plan.shard(lm)
     with torch.no_grad():
         for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
-            rows = parallel.local(tensor)
-            if plan.world_size > 1 and rows is not tensor:
-                first = plan.rank * -(-whole[name].shape[0] // plan.world_size)
-                rows.copy_(whole[name][first : first + len(rows)])
-            else:
-                rows.copy_(whole[name])
+            rows = local_rows(name, tensor)
+            rows.local.copy_(whole[name][rows.begin : rows.begin + len(rows.local)])
     return lm, whole
 
 
@@ -130,13 +130,15 @@ def idle_experts(plan: parallel.Alone, recompute: bool) -> dict:
 
 
 def main() -> None:
-    """Runs every case and saves what this rank saw."""
+    """Runs every case under FSDP2 alone and with experts on their ranks, and saves what this rank saw."""
     torch.set_num_threads(1)
-    plan = parallel.start(torch.device("cpu"), int(sys.argv[1]))
-    results = {"uneven": uneven(plan), "masked": masked(plan), "not_finite": not_finite(plan)}
-    if plan.world_size > 1:
-        results |= {f"idle_{on}": idle_experts(plan, on) for on in (False, True)}
-    torch.save(results, Path(sys.argv[2]) / f"{plan.world_size}_{plan.rank}.pt")
+    ranks, plan = int(sys.argv[1]), None
+    for expert_parallel in sorted({1, 2, ranks} if ranks > 1 else {1}):
+        plan = parallel.start(torch.device("cpu"), ranks, expert_parallel)
+        results = {"uneven": uneven(plan), "masked": masked(plan), "not_finite": not_finite(plan)}
+        if plan.world_size > 1:
+            results |= {f"idle_{on}": idle_experts(plan, on) for on in (False, True)}
+        torch.save(results, Path(sys.argv[2]) / f"{ranks}_{expert_parallel}_{plan.rank}.pt")
     plan.close()
 
 

@@ -1,4 +1,7 @@
-"""The loss is one sum over one count, whatever rank or micro-step a token lies in; no step can hang or harm."""
+"""The loss is one sum over one count, whatever rank or micro-step a token lies in; no step can hang or harm.
+
+`spread` is (ranks, ranks that share the experts; 1: FSDP2 alone).
+"""
 
 import os
 import subprocess
@@ -10,10 +13,15 @@ import torch
 from tests.close import assert_close_rel
 from tests.runs import REPO
 
+ALONE = (1, 1)
+SPREAD = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+spreads = pytest.mark.parametrize("spread", SPREAD, ids=[f"{n}-ep{e}" for n, e in SPREAD])
+spreads_and_alone = pytest.mark.parametrize("spread", [ALONE, *SPREAD])
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
-    """(world size, rank) -> what tests/plan_worker.py saw there."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int], dict]:
+    """(*spread, rank) -> what tests/plan_worker.py saw there."""
     out = tmp_path_factory.mktemp("plan")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     for ranks in (1, 2, 4):
@@ -36,22 +44,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], d
     return {tuple(map(int, f.stem.split("_"))): torch.load(f) for f in out.glob("*.pt")}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_token_weighs_the_same_on_every_rank(results: dict, ranks: int) -> None:
+@spreads
+def test_a_token_weighs_the_same_on_every_rank(results: dict, spread: tuple[int, int]) -> None:
     """torchtitan#2206: a mean of per-rank means gives a token on a sparse rank more weight (OLMo-core#657: or NaN)."""
-    alone = results[1, 0]["uneven"]
-    for rank in range(ranks):
-        found = results[ranks, rank]["uneven"]
+    alone = results[*ALONE, 0]["uneven"]
+    # Adam's first step is a gradient's sign, but for those as small as eps: there it shows their rounding, and with
+    # experts apart a token's sum over its experts has another order. tests/test_exchange.py compares gradients.
+    bound = 1e-6 if spread[1] == 1 else 1e-4
+    for rank in range(spread[0]):
+        found = results[*spread, rank]["uneven"]
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
         for name, tensor in found["weights"].items():
-            assert_close_rel(tensor, alone["weights"][name], 1e-6, name)
+            assert_close_rel(tensor, alone["weights"][name], bound, name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_step_without_supervised_tokens_changes_nothing(results: dict, ranks: int) -> None:
-    for rank in range(ranks):
-        found = results[ranks, rank]["masked"]
+@spreads_and_alone
+def test_a_step_without_supervised_tokens_changes_nothing(
+    results: dict, spread: tuple[int, int]
+) -> None:
+    for rank in range(spread[0]):
+        found = results[*spread, rank]["masked"]
         assert found["loss"] == 0
         assert not found["applied"]
         assert (found["moments"], found["count"]) == (0, 0)
@@ -59,13 +72,13 @@ def test_a_step_without_supervised_tokens_changes_nothing(results: dict, ranks: 
             assert torch.equal(tensor, found["before"][name]), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@spreads_and_alone
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
-    results: dict, ranks: int
+    results: dict, spread: tuple[int, int]
 ) -> None:
     """pytorch#46849."""
-    for rank in range(ranks):
-        found = results[ranks, rank]["not_finite"]
+    for rank in range(spread[0]):
+        found = results[*spread, rank]["not_finite"]
         assert found["applied"] == [True, False, True]
         assert found["count"] == 2
         first, second, third = found["weights"]
@@ -75,17 +88,17 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
         assert any(not torch.equal(third[name], second[name]) for name in third)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@spreads
 @pytest.mark.parametrize("recompute", [False, True])
 def test_experts_without_tokens_stay_as_they_are(
-    results: dict, ranks: int, recompute: bool
+    results: dict, spread: tuple[int, int], recompute: bool
 ) -> None:
     """pytorch#126616: no rank misses a collective, and the norm is one number."""
-    found = [results[ranks, rank][f"idle_{recompute}"] for rank in range(ranks)]
+    found = [results[*spread, rank][f"idle_{recompute}"] for rank in range(spread[0])]
     assert all(f["norms"] == found[0]["norms"] for f in found)
-    assert found[0]["norms"] == results[ranks, 0][f"idle_{not recompute}"]["norms"]
+    assert found[0]["norms"] == results[*spread, 0][f"idle_{not recompute}"]["norms"]
     for name, tensor in found[0]["weights"].items():
         if ".experts." in name:
             before = found[0]["before"][name]
-            assert torch.equal(tensor[ranks:], before[ranks:]), name
-            assert all(not torch.equal(tensor[e], before[e]) for e in range(ranks)), name
+            assert torch.equal(tensor[spread[0] :], before[spread[0] :]), name
+            assert all(not torch.equal(tensor[e], before[e]) for e in range(spread[0])), name
