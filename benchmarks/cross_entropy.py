@@ -50,17 +50,26 @@ class Sizes:
 
 
 REAL = Sizes(shapes.T, shapes.D, shapes.V)
+UNEVEN = Sizes(shapes.T, 1000, 50_257)
 CPU = Sizes(4096, 512, 32_768)
 TINY = Sizes(96, 32, 256)
 
 
-def record(dtype: torch.dtype = torch.bfloat16) -> None:
-    """Every form, forward and backward, on meta tensors of the real shapes."""
-    count = int(SUPERVISED * REAL.tokens)
-    for form in ({}, {"scale": torch.empty((), device="meta")}, {"reduction": "none"}):
-        hidden, weight, labels = make_inputs(REAL, torch.device("meta"), dtype)
-        found = linear_cross_entropy(hidden, weight, labels, count, "triton", **form)
-        found.sum().backward()
+def record() -> None:
+    """Every form on meta tensors of the real shapes, forward and backward; float32, and widths that 16 does not divide."""
+    half, count = torch.bfloat16, int(SUPERVISED * REAL.tokens)
+    scale = torch.empty((), device="meta")
+    record_one(REAL, half, count=count)
+    record_one(REAL, half, count=count, scale=scale)
+    record_one(REAL, half, count=count, reduction="none")
+    record_one(REAL, torch.float32, count=count)
+    record_one(UNEVEN, half, count=count)
+
+
+def record_one(sizes: Sizes, dtype: torch.dtype, **options: Any) -> None:
+    """One form, forward and backward."""
+    inputs = make_inputs(sizes, torch.device("meta"), dtype)
+    linear_cross_entropy(*inputs, kernels="triton", **options).sum().backward()
 
 
 def make_inputs(

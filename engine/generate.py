@@ -1,12 +1,18 @@
-"""Greedy decoding: token ids in, token ids out, many prompts at once.
+"""Decoding: token ids in, token ids out, many prompts at once.
 
-All unfinished prompts lie end to end in packed rows, so prompts of different lengths need no padding. Each new token
-recomputes its row; only the last position of each prompt goes through the head. The argmax is taken in float32, and
-among equal logits the lowest id wins, so the result does not depend on the device's order of search.
+Prompts of any lengths are read as one packed row of documents, without padding, which fills a cache (`model/cache.py`);
+then every step continues all open sequences by one token. A sequence that ends leaves at once, and waiting prompts take
+its place when a quarter of the batch is free. Long prompts go first, so that sequences of similar length are together
+and memory is at its highest early. How tokens are chosen is in `sampling.py`.
+
+Memory is bounded by `batch` (SSM states and logits) and `cache_tokens` (keys and values): prompts wait while the open
+sequences times the longest that any of them may become would exceed it; a single one always runs.
+Results do not depend on who shares a batch but by float rounding.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +22,15 @@ from torch import Tensor
 
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.errors import UserError
+from hymoe.engine.sampling import Sampling, SeenIds, drawn, greedy, penalized, uniform
 from hymoe.kernels.packed import Packed
 from hymoe.model.net import HybridLM
 
-ROW_TOKENS = 8192  # tokens computed at once: bounds memory, and is enough to keep a GPU busy
+__all__ = ["Generation", "Sampling", "generate", "greedy", "stop_ids"]
+
+BATCH = 64  # sequences continued at once
+ROW_TOKENS = 8192  # tokens of prompts read at once: bounds memory, and is enough to keep a GPU busy
+CACHE_TOKENS = 1 << 18  # 1.6 GB of keys and values at 6 layers of 2 heads of 128 in 16 bits
 
 
 @dataclass(slots=True)
@@ -30,6 +41,9 @@ class Generation:
     finish_reason: str = "length"  # "stop": a stop id came; "length": the limit came first
 
 
+Progress = Callable[[int, int, int], None]  # prompts finished, prompts, new tokens so far
+
+
 @torch.no_grad()
 def generate(
     lm: HybridLM,
@@ -37,42 +51,177 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
+    sampling: Sampling | None = None,
+    keys: Sequence[str] | None = None,
+    batch: int = BATCH,
+    cache_tokens: int = CACHE_TOKENS,
     row_tokens: int = ROW_TOKENS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    on_answer: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
-    """Continues each prompt with the likeliest token until a stop id or the limit.
+    """Continues each prompt until a stop id or the limit.
 
     Args:
-        lm: the model, on one device.
+        lm: the model; one that is sharded over ranks is asked on all of them with the same arguments.
         prompts: token ids of each, none empty.
         max_new_tokens: most tokens of an answer.
         stop_ids: ids that end an answer.
-        row_tokens: most tokens of a packed row; a longer prompt has a row of its own.
-        progress: called with (prompts finished, prompts) after each round.
+        sampling: how tokens are chosen; None: the likeliest, without a penalty.
+        keys: what the draws of each prompt depend on besides the seed; None: its number.
+        batch: most sequences at once.
+        cache_tokens: most tokens that open sequences may come to, each counted as the longest of them; a single
+            sequence may have more.
+        row_tokens: most tokens of a packed row of prompts; a longer prompt has a row of its own.
+        progress: called after each round.
+        on_answer: called with a prompt's number and its answer as soon as it is finished.
 
     Returns:
-        One `Generation` a prompt, in their order; independent of how prompts were packed together.
+        One `Generation` a prompt, in their order.
 
     Raises:
         UserError: an empty prompt, an id outside the vocabulary, no token to generate, or a logit that is not finite.
     """
     _check(lm, prompts, stop_ids, max_new_tokens)
-    answers = [Generation() for _ in prompts]
-    open_ = list(range(len(prompts)))
-    for _ in range(max_new_tokens):
-        for row in _rows(open_, prompts, answers, row_tokens):
-            following = _next_ids(lm, [[*prompts[i], *answers[i].ids] for i in row])
-            for i, token in zip(row, following, strict=True):
-                if token in stop_ids:
-                    answers[i].finish_reason = "stop"
-                else:
-                    answers[i].ids.append(token)
-        open_ = [i for i in open_ if answers[i].finish_reason != "stop"]
+    if min(batch, cache_tokens, row_tokens) < 1:
+        raise UserError(
+            f"batch = {batch}, cache_tokens = {cache_tokens}, row_tokens = {row_tokens}; expected 1 or more"
+        )
+    if not prompts:
+        return []
+    loads = [(layer.mixer, layer.mixer.load) for layer in lm.layers if layer.kind == "E"]
+    run = _Run(
+        lm,
+        prompts,
+        keys or [str(i) for i in range(len(prompts))],
+        sampling or Sampling(),
+        max_new_tokens,
+        frozenset(stop_ids),
+    )
+    waiting = deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))
+    finished = 0
+    while waiting or run.open:
+        row: list[int] = []
+        if 4 * (batch - len(run.open)) >= batch:
+            row = _admit(waiting, run, batch, cache_tokens, row_tokens)
+        for i in run.read(row) if row else run.step():
+            finished += 1
+            if on_answer is not None:
+                on_answer(i, run.answers[i])
         if progress is not None:
-            progress(len(prompts) - len(open_), len(prompts))
-        if not open_:
+            progress(finished, len(prompts), run.new_tokens)
+    for mixer, load in loads:
+        mixer.load = load  # generating is no part of what training counts
+    return run.answers
+
+
+class _Run:
+    """The open sequences: what the model remembers of them, and what they said."""
+
+    def __init__(
+        self,
+        lm: HybridLM,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[str],
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.answers = [Generation() for _ in prompts]
+        self.open: list[int] = []  # numbers of prompts, by the cache's rows
+        self.new_tokens = 0
+        self._last: list[int] = []  # by the same rows: the token that the model has not seen yet
+        self._lm, self._prompts, self._keys = lm, prompts, keys
+        self._sampling, self._limit, self._stops = sampling, max_new_tokens, stop_ids
+        self._device = lm.norm_f.weight.device
+        self._seen = SeenIds()
+        self._cache = lm.new_cache(max(map(len, prompts)) + max_new_tokens)
+
+    def room(self, prompt: int) -> int:
+        """Tokens that a sequence may come to."""
+        return len(self._prompts[prompt]) + self._limit
+
+    def length(self, prompt: int) -> int:
+        """Tokens of a prompt."""
+        return len(self._prompts[prompt])
+
+    def read(self, row: list[int]) -> list[int]:
+        """Opens prompts, reads them in one packed row and gives each its first token; returns those that ended."""
+        texts = [self._prompts[i] for i in row]
+        packed = Packed.from_lengths([len(text) for text in texts], self._device)
+        input_ids = torch.tensor([id for text in texts for id in text], device=self._device)
+        first = len(self.open)
+        hidden = self._lm(input_ids, packed, self._cache)
+        self.open += row
+        self._last += [0] * len(row)
+        if self._sampling.repetition_penalty != 1:
+            for text in texts:
+                self._seen.add_row(text if self._sampling.penalize_prompt else ())
+        last = packed.cu_seqlens[1:].long() - 1
+        return self._choose(hidden[last], first)
+
+    def step(self) -> list[int]:
+        """One more token for every open sequence; returns those that ended."""
+        input_ids = torch.tensor(self._last, device=self._device)
+        return self._choose(self._lm(input_ids, None, self._cache), 0)
+
+    def _choose(self, hidden: Tensor, first: int) -> list[int]:
+        """Tokens for the rows from `first` on, whose last hidden states these are."""
+        logits, how = self._lm.logits(hidden), self._sampling
+        if how.repetition_penalty != 1:
+            logits = penalized(logits, self._seen, how.repetition_penalty, first)
+        if how.temperature == 0:
+            tokens = greedy(logits)
+        else:
+            places = ((self._keys[i], len(self.answers[i].ids)) for i in self.open[first:])
+            numbers = [uniform(how.seed, key, position) for key, position in places]
+            tokens = drawn(logits, how.temperature, how.top_p, numbers)
+        return self._take(tokens.tolist(), first)
+
+    def _take(self, tokens: list[int], first: int) -> list[int]:
+        """Notes the chosen tokens, and closes the sequences that end with them."""
+        gone = []
+        for row, token in enumerate(tokens, first):
+            answer = self.answers[self.open[row]]
+            if token in self._stops:
+                answer.finish_reason = "stop"
+                gone.append(row)
+                continue
+            answer.ids.append(token)
+            self.new_tokens += 1
+            self._last[row] = token
+            if len(answer.ids) == self._limit:
+                gone.append(row)
+            elif self._sampling.repetition_penalty != 1:
+                self._seen.note(row, token)
+        ended = [self.open[row] for row in gone]
+        if gone:
+            moves = self._cache.drop(gone)
+            for source, target in moves:
+                self.open[target], self._last[target] = self.open[source], self._last[source]
+            left = self._cache.rows
+            del self.open[left:], self._last[left:]
+            if self._sampling.repetition_penalty != 1:
+                self._seen.drop(moves, left)
+        return ended
+
+
+def _admit(
+    waiting: deque[int], run: _Run, batch: int, cache_tokens: int, row_tokens: int
+) -> list[int]:
+    """Takes the next prompts that fit into the batch, the cache and one packed row."""
+    longest = max((run.room(i) for i in run.open), default=0)
+    row: list[int] = []
+    filled = 0
+    while waiting:
+        i = waiting[0]
+        rows, longest = len(run.open) + len(row) + 1, max(longest, run.room(i))
+        if rows > 1 and (rows > batch or rows * longest > cache_tokens):
             break
-    return answers
+        if row and filled + run.length(i) > row_tokens:
+            break
+        row.append(waiting.popleft())
+        filled += run.length(i)
+    return row
 
 
 def stop_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -87,55 +236,6 @@ def stop_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
         if path.is_file():
             found |= _ends_in(path)
     return frozenset(found)
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The id of the largest logit, the lowest of several equal ones.
-
-    Args:
-        logits: (S, V), any float dtype.
-
-    Returns:
-        ids: (S,) int64.
-
-    Raises:
-        UserError: a row's largest logit is not finite.
-    """
-    logits = logits.float()
-    best = logits.amax(dim=-1, keepdim=True)
-    if not bool(torch.isfinite(best).all()):
-        raise UserError("the model gave a logit that is not finite: its weights are broken")
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    return torch.where(logits == best, ids, logits.shape[-1]).amin(dim=-1)
-
-
-def _next_ids(lm: HybridLM, sequences: list[list[int]]) -> list[int]:
-    """The next token of each sequence, computed in one packed row."""
-    device = lm.norm_f.weight.device
-    packed = Packed.from_lengths([len(sequence) for sequence in sequences], device)
-    input_ids = torch.tensor([i for sequence in sequences for i in sequence], device=device)
-    last = packed.cu_seqlens[1:].long() - 1
-    return greedy(lm.logits(lm(input_ids, packed)[last])).tolist()
-
-
-def _rows(
-    open_: list[int],
-    prompts: Sequence[Sequence[int]],
-    answers: list[Generation],
-    row_tokens: int,
-) -> Iterator[list[int]]:
-    """The unfinished prompts in rows of at most `row_tokens`, one at least in each."""
-    row: list[int] = []
-    filled = 0
-    for i in open_:
-        length = len(prompts[i]) + len(answers[i].ids)
-        if row and filled + length > row_tokens:
-            yield row
-            row, filled = [], 0
-        row.append(i)
-        filled += length
-    if row:
-        yield row
 
 
 def _check(

@@ -94,6 +94,7 @@ class Optimizer:
         shards: Mapping[str, LocalShard] | None = None,
         decays: Callable[[str], bool] = names.decays,
         group: dist.ProcessGroup | None = None,
+        kernels: str = "auto",
     ) -> None:
         """Moments and remainders start at zero, so exact masters start at the weights.
 
@@ -111,6 +112,7 @@ class Optimizer:
                 other plain tensors are whole and replicated over the group.
             decays: whether weight decay applies to a name.
             group: the ranks that train together; None is all.
+            kernels: which implementation of the step, see `hymoe.kernels.launch.choose`.
 
         Raises:
             ValueError: for an unknown rounding, a clip_norm that is not positive, a parameter sharded otherwise
@@ -134,6 +136,7 @@ class Optimizer:
         self._betas = {"beta1": beta1, "beta2": beta2, "eps": eps}
         self._weight_decays = [weight_decay if decays(name) else 0.0 for name in self.names]
         self._clip_norm, self._rounding, self.seed, self._group = clip_norm, rounding, seed, group
+        self._kernels = kernels
 
         weights = self._locals()
         self.count = torch.zeros((), dtype=torch.int64, device=weights[0].device)
@@ -181,6 +184,7 @@ class Optimizer:
             clip_factor=factor,
             seed=self.seed,
             rounding=self._rounding,
+            kernels=self._kernels,
         )
         return StepReport(norm, factor, torch.isfinite(factor))
 

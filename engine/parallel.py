@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hymoe.engine.errors import UserError
 from hymoe.engine.exchange import ExpertExchange
 from hymoe.engine.parallel_wire import CountedAllGather, OrderedReduceScatter, Wire
+from hymoe.engine.recipe import Parallel
 from hymoe.model.moe import MoE
 from hymoe.model.names import is_small
 from hymoe.model.net import HybridLM
@@ -333,6 +334,23 @@ def choose_exchange(asked: str, expert_parallel: int) -> str:
     if asked == "auto":
         return "gather" if expert_parallel <= 4 else "dedup"
     return asked
+
+
+def resolve_experts(
+    asked: Parallel, world_size: int, num_experts: int
+) -> tuple[int, str, list[str]]:
+    """How many ranks share the experts, by which exchange, and what to tell a person of it.
+
+    `auto` is 1 here: `choose_expert_parallel` would take more, but the memory estimate does not know the exchange yet.
+    """
+    size = 1 if asked.expert_parallel == "auto" else int(asked.expert_parallel)
+    size, reason = choose_expert_parallel(size, world_size, num_experts)
+    exchange = choose_exchange(asked.exchange, size)
+    if size == 1:
+        return size, exchange, []
+    notes = [f"parallel.expert_parallel = {size}, exchange {exchange}: {reason}"]
+    notes.append("memory: the estimate is for experts that are gathered, not exchanged")
+    return size, exchange, notes
 
 
 def start(

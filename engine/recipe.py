@@ -77,8 +77,11 @@ class Train:
 class Parallel:
     """How the model is spread over the ranks."""
 
-    expert_parallel: Literal["auto", "1"] = "auto"
-    """Ranks that share the experts; this version has the plan without expert parallelism only."""
+    expert_parallel: Literal["auto", "1", "2", "4", "8"] = "auto"
+    """Ranks that share the experts, each holding whole ones, so that tokens travel and not weights; 1: every rank
+    gathers every expert. auto is 1 until the memory estimate knows the exchange."""
+    exchange: Literal["auto", "gather", "dedup"] = "auto"
+    """How tokens travel: all to all ranks, or each once to every rank that it needs; auto: gather up to 4 ranks."""
     replicas: Literal[1] = 1
 
 
@@ -89,12 +92,18 @@ class Run:
     dir: str = ""
     replace: bool = False
     """Whether an earlier run in `dir` is removed; without it, it is refused."""
-    resume: Literal["auto", "never"] = "auto"
-    """Whether a saved state is continued; this version saves none, so there is none to continue."""
-    save_every: int = 0
-    """Steps between saved states; this version saves none, and says so where this is more than 0."""
+    resume: str = "auto"
+    """auto: the newest whole state in `dir` is continued; never; or the folder of a saved state."""
+    resume_anyway: bool = False
+    """Continue although the recipe differs from the state's in what matters."""
+    save_every: int = 100
+    """Steps between saved states, the last step and a signal besides; 0: nothing is saved."""
     keep_last: int = 2
-    """Saved states that are kept."""
+    """Newest saved states that are kept."""
+    keep_every: int = 0
+    """States of every so many steps are kept beside them; 0: none."""
+    save_in_background: bool = True
+    """Whether training goes on while a state is written; it needs host memory for a copy."""
     export: str = "final"
     """Folder in `dir` for the trained model in HF format; empty: none."""
     max_shard_size: str = "5GB"
@@ -180,6 +189,7 @@ def check(recipe: Recipe, world_size: int) -> int:
         "optim.eps": optim.eps,
         "run.log_every": run.log_every,
         "optim.max_skipped": optim.max_skipped,
+        "run.keep_last": run.keep_last,
     }
     for key, value in positive.items():
         if not value > 0:
@@ -194,6 +204,7 @@ def check(recipe: Recipe, world_size: int) -> int:
             raise UserError(f"{key} = {value}; expected a number from 0 to 1")
     counts = {"train.steps": train.steps or 0, "train.eval_every": train.eval_every}
     counts |= {"optim.warmup_steps": optim.warmup_steps, "optim.weight_decay": optim.weight_decay}
+    counts |= {"run.save_every": run.save_every, "run.keep_every": run.keep_every}
     for key, value in counts.items():
         if value < 0:
             raise UserError(f"{key} = {value}; expected 0 or more")

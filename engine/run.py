@@ -7,14 +7,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hymoe.engine import budget, parallel
+from hymoe.engine import budget, checkpoint, faults, parallel, resume
 from hymoe.engine.data.loader import Loader
 from hymoe.engine.data.prepare import prepare_jsonl
 from hymoe.engine.data.rows import Described, Rows
@@ -24,7 +23,6 @@ from hymoe.engine.errors import UserError
 from hymoe.engine.export import TrainedValues
 from hymoe.engine.hf_checkpoint import (
     Checkpoint,
-    load_weights,
     near_zero_rows,
     plan_export,
     save_pretrained,
@@ -104,10 +102,6 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
         raise UserError(str(error)) from None
     checkpoint.check_against(config)
     notes = []
-    if recipe.run.save_every:
-        notes.append(
-            "run.save_every: this version saves no state of a run; only the export is written"
-        )
     dtype = recipe.model.dtype
     if dtype == "auto":
         dtype = str(checkpoint.dtype([f"{checkpoint.prefix}embeddings.weight"])).removeprefix(
@@ -125,6 +119,9 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
         "on_gpu": here.device.type == "cuda",
     }
     rounding = recipe.optim.rounding
+    if rounding == "auto" and (saved := resume.saved_rounding(recipe)) is not None:
+        rounding = saved
+        notes.append(f"optim.rounding = {rounding}: as in the saved state")
     if rounding == "auto":
         rounding, reason = budget.choose_rounding(
             config, memory, recompute=recipe.train.keep != "all", **common
@@ -139,12 +136,15 @@ def resolve(recipe: Recipe, here: World) -> Resolved:
             f"train.keep = {keep}: keeping everything needs {needs / budget.GIB:.1f} GiB, which {fits}"
         )
     estimate = budget.estimate(config, rounding=rounding, recompute=keep == "inputs", **common)
+    experts = config.n_routed_experts if "E" in config.pattern else 0
+    size, exchange, why = parallel.resolve_experts(recipe.parallel, here.size, experts)
+    notes += why
     recipe = replace(
         recipe,
         model=replace(recipe.model, dtype=dtype),
         optim=replace(recipe.optim, rounding=rounding),
         train=replace(recipe.train, keep=keep),
-        parallel=replace(recipe.parallel, expert_parallel="1"),
+        parallel=replace(recipe.parallel, expert_parallel=str(size), exchange=exchange),
     )
     return Resolved(
         recipe, config, checkpoint, getattr(torch, dtype), micro_steps, estimate, tuple(notes)
@@ -158,49 +158,108 @@ def device_memory_bytes(here: World) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here.size
 
 
-def execute(resolved: Resolved, here: World) -> Outcome:
-    """Trains as the recipe says and exports the result.
+def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Outcome:
+    """Trains as the recipe says, from the base or from a saved state, and exports the result.
+
+    Args:
+        resolved: what to do.
+        here: this process.
+        stop: the flag of signals, where it has been set up already.
 
     Raises:
-        UserError: bad data, a folder that is in use, too many skipped steps.
+        UserError: bad data, a folder that is in use, no room for a state, too many skipped steps.
+        RunFailed: no memory, or another rank has died.
     """
     if here.device.type == "cuda":
         torch.cuda.set_device(here.device)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    stop = StopFlag()
+    stop = stop or StopFlag()
     recipe = resolved.recipe
     tokenizer = _tokenizer(resolved)
     rows, stats = _rows(recipe, recipe.data.path, tokenizer)
-    eval_rows, eval_stats = (
-        (None, None) if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
-    )
-    plan = parallel.start(here.device, here.size)
+    evals = None if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
+    experts = recipe.parallel
+    plan = parallel.start(here.device, here.size, int(experts.expert_parallel), experts.exchange)
+    group = checkpoint.Group()
+    job, patience_s = None, 5.0
+    watch = faults.PeerWatch(group.peers(), here.rank, lambda: first_to_speak(here))
     try:
-        folder = Path(recipe.run.dir)
-        plan.on_rank_zero(lambda: _claim(folder, recipe))
-        lm = HybridLM(
-            resolved.config, kernels=recipe.run.kernels, dtype=resolved.dtype, device="meta"
-        )
-        lm.source = resolved.checkpoint.folder
-        if recipe.run.export:
-            # What would stop the export is found before training, not after it.
-            plan.on_rank_zero(lambda: _check_export(lm, folder, recipe))
-        lm.set_recompute(recipe.train.keep == "inputs")
-        lm = plan.shard(lm)
         loader = _loader(recipe, rows, plan)
         steps = _steps(recipe, loader)
-        log = RunLog(folder, steps, recipe.run.log_every, plan.rank)
-        job = _job(resolved, plan, lm, loader, eval_rows, steps, log, stop)
-        _announce(resolved, here, job, stats, eval_stats)
-        load_weights(lm, resolved.checkpoint, progress=log.progress("loading"))
-        _warn_of_near_zero_rows(lm, tokenizer, log)
+        identity = resume.identity(recipe, resolved.config, tokenizer.path, steps)
+        start = resume.begin(recipe, identity, group)
+        log = RunLog(Path(recipe.run.dir), steps, recipe.run.log_every, plan.rank)
+        for note in start.notes:
+            log.event("resume", note)
+        if resume.is_done(start, recipe, steps):
+            log.event("resume", f"finished after step {steps}, exported too: nothing to do")
+            return Outcome(steps=start.step)
+        lm = _model(resolved, plan)
+        job = _job(resolved, plan, lm, loader, evals and evals[0], steps, log, stop)
+        _announce(resolved, here, job, stats, evals and evals[1])
+        if recipe.run.save_every:
+            job.saver = resume.saver(job, resolved.checkpoint.folder, identity, group)
+        if not resume.fill(job, resolved.checkpoint, start, group):
+            reason = f"{stop.reason}: nothing to save while loading, leaving"
+            log.event("stop", reason, step=start.step)
+            return Outcome(steps=start.step, stopped_by=stop.reason)
+        if start.state is None:
+            _warn_of_near_zero_rows(lm, tokenizer, log)
         outcome = train(job)
-        kept = _export(job, folder, outcome) if recipe.run.export else None
-        _write_evidence(job, folder, outcome, kept, resolved)
+        _finish(job, resolved)
         log.close()
         return outcome
+    except UserError:
+        patience_s = 600.0  # all ranks end together: what is being written may become whole
+        raise
+    except Exception as error:
+        doing = "starting" if job is None else job.doing
+        explained = faults.explain(error, doing, recipe)
+        if explained is None:
+            raise
+        raise explained from error
     finally:
+        watch.close()
+        if job is None or job.saver is None or job.saver.leave(patience_s):
+            group.close()
         plan.close()
+
+
+def first_to_speak(here: World) -> bool:
+    """Whether this rank is the first that asks, so that one of several ranks with one trouble reports it.
+
+    torchrun's own store answers, which outlives every rank; without it each rank speaks for itself.
+    """
+    if here.size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    return faults.is_first(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _model(resolved: Resolved, plan: parallel.Alone) -> HybridLM:
+    """The model with its memory spread over the ranks, still empty."""
+    recipe, folder = resolved.recipe, Path(resolved.recipe.run.dir)
+    lm = HybridLM(resolved.config, kernels=recipe.run.kernels, dtype=resolved.dtype, device="meta")
+    lm.source = resolved.checkpoint.folder
+    if recipe.run.export:
+        # What would stop the export is found before training, not after it.
+        plan.on_rank_zero(lambda: _check_export(lm, folder, recipe))
+    lm.set_recompute(recipe.train.keep == "inputs")
+    return plan.shard(lm)
+
+
+def _finish(job: Job, resolved: Resolved) -> None:
+    """After the loop: the export, the last state on disk, the evidence.
+
+    A run that a signal has ended exports only where it saves no state to continue from.
+    """
+    outcome, folder = job.outcome, Path(job.recipe.run.dir)
+    if outcome.stopped_by is not None and (job.saver is not None or not outcome.steps):
+        return
+    job.doing = "exporting"
+    kept = _export(job, folder, outcome) if job.recipe.run.export else None
+    if job.saver is not None:
+        job.saver.wait()
+    _write_evidence(job, folder, outcome, kept, resolved)
 
 
 def _tokenizer(resolved: Resolved) -> Tokenizer:
@@ -224,25 +283,6 @@ def _rows(recipe: Recipe, path: str, tokenizer: Tokenizer) -> tuple[Rows, Descri
             f"{path}: prepared with another tokenizer than {tokenizer.path}; prepare the data with this model"
         )
     return rows, rows
-
-
-def _claim(folder: Path, recipe: Recipe) -> None:
-    """Makes the run folder and leaves the resolved recipe in it."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / "recipe.toml").is_file():
-            raise UserError(
-                f"run.dir = {folder}: not empty and no run of ours; choose another folder"
-            )
-        if not recipe.run.replace:
-            raise UserError(
-                f"run.dir = {folder}: holds an earlier run; choose another, or --run.replace true"
-            )
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir = {folder}: cannot be made ({error.strerror})") from None
-    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
 
 
 def _check_export(lm: HybridLM, folder: Path, recipe: Recipe) -> None:
@@ -288,6 +328,7 @@ def _job(
         clip_norm=optim.clip_norm,
         rounding=optim.rounding,
         seed=resolved.recipe.train.seed,
+        kernels=lm.kernels,
     )
     return Job(
         recipe=resolved.recipe,
@@ -448,4 +489,4 @@ def _write_evidence(
         "world_size": job.plan.world_size,
         "machine": machine_stamp(job.plan.device),
     }
-    (folder / "evidence.json").write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
+    (folder / resume.EVIDENCE).write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")

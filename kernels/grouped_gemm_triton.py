@@ -141,13 +141,13 @@ def _rows_kernel(
         row = tl.minimum(first + tl.arange(0, BLOCK_M), end - 1)
         if GATHER:
             row = tl.load(order_ptr + row).to(tl.int32) // TOP_K
-        x_rows = x_ptr + row.to(tl.int64) * x_stride
         matrix = weight_ptr + expert.to(tl.int64) * weight_stride
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K):
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            # From the scalar n_tile in every step: a vector carried through the flattened loop would lose that its
-            # neighbours lie side by side, and with it the asynchronous copies. The compiler hoists it.
+            # Addresses from row and n_tile in every step: vectors of them, carried through the flattened loop, would
+            # lose that 16 bytes divide them, and with it the asynchronous copies.
+            x_rows = x_ptr + row.to(tl.int64) * x_stride
             n = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N)) % N
             at = n[None, :] + k[:, None] * N if TRANSPOSED else n[None, :] * K + k[:, None]
             if K % BLOCK_K == 0:

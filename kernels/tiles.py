@@ -40,7 +40,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "router": (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 4)),
         "loss.logits": (Tile(128, 256, 32, 8, 3), Tile(128, 128, 32, 4, 4)),
         "loss.dweight": (Tile(128, 128, 32, 8, 4), Tile(128, 128, 64, 8, 3)),
-        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+        "loss.float32": (Tile(64, 64, 32, 8, 3),),
     },
     90: {
         "experts.up": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 3)),
@@ -52,7 +52,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "router": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 3)),
         "loss.logits": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
         "loss.dweight": (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
-        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+        "loss.float32": (Tile(64, 64, 32, 8, 3),),
     },
     100: {
         "experts.up": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
@@ -64,7 +64,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "router": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 8, 3)),
         "loss.logits": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
         "loss.dweight": (Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
-        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+        "loss.float32": (Tile(64, 64, 32, 8, 3),),
     },
     120: {
         "experts.up": (Tile(128, 128, 64, 8, 3), Tile(128, 64, 32, 4, 4)),
@@ -76,7 +76,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "router": (Tile(128, 64, 32, 8, 2), Tile(64, 64, 32, 8, 3)),
         "loss.logits": (Tile(128, 128, 64, 8, 2), Tile(128, 64, 64, 4, 3)),
         "loss.dweight": (Tile(128, 128, 64, 8, 2), Tile(128, 64, 64, 8, 3)),
-        "loss.float32": (Tile(64, 64, 32, 4, 3),),
+        "loss.float32": (Tile(64, 64, 32, 8, 3),),
     },
 }
 

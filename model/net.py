@@ -1,6 +1,7 @@
 """The network: embed -> blocks -> norm -> head."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from hymoe.kernels.few_rows import rms_norm_few
 from hymoe.kernels.launch import CHOICES
 from hymoe.kernels.loss import linear_cross_entropy
 from hymoe.kernels.norm import rms_norm
 from hymoe.kernels.packed import Packed
 from hymoe.kernels.route import Routing
 from hymoe.model.attention import Attention
+from hymoe.model.cache import AttentionState, Cache, MambaState
 from hymoe.model.config import HybridConfig
 from hymoe.model.mamba import Mamba
 from hymoe.model.mlp import MLP
@@ -79,23 +82,40 @@ class Block(nn.Module):
         else:
             self.mixer = MLP(config, config.intermediate_size, dtype, kernels)
 
-    def forward(self, x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """(T, D) -> (T, D); `dtype` is the mixer's, which differs from x's where the residual is float32."""
+    def forward(
+        self,
+        x: Tensor,
+        packed: Packed | None,
+        dtype: torch.dtype,
+        state: AttentionState | MambaState | None = None,
+    ) -> Tensor:
+        """(T, D) -> (T, D); `dtype` is the mixer's, which differs from x's where the residual is float32.
+
+        `packed` None is a step of decoding, with the layer's `state` where it has one; see `HybridLM.forward`.
+        """
         kept: list[Routing] = []
         if self.recompute and torch.is_grad_enabled():
             # `kept` outlives the first pass, so the second one routes as the first did.
             return checkpoint(
                 self._run, x, packed, dtype, kept, use_reentrant=False, preserve_rng_state=False
             )
-        return self._run(x, packed, dtype, kept)
+        return self._run(x, packed, dtype, kept, state)
 
-    def _run(self, x: Tensor, packed: Packed, dtype: torch.dtype, kept: list[Routing]) -> Tensor:
-        normed = rms_norm(x, self.norm.weight, self.eps, self.kernels).to(dtype)
+    def _run(
+        self,
+        x: Tensor,
+        packed: Packed | None,
+        dtype: torch.dtype,
+        kept: list[Routing],
+        state: AttentionState | MambaState | None = None,
+    ) -> Tensor:
+        norm = rms_norm_few if packed is None else rms_norm
+        normed = norm(x, self.norm.weight, self.eps, self.kernels).to(dtype)
         if self.kind == "E":
             return x + self.mixer(normed, kept)
         if self.kind == "-":
             return x + self.mixer(normed)
-        return x + self.mixer(normed, packed)
+        return x + self.mixer(normed, packed, state)
 
 
 class HybridLM(nn.Module):
@@ -135,34 +155,60 @@ class HybridLM(nn.Module):
                 own = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
             self.head = Head(own, kernels)
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | Packed) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cu_seqlens: Tensor | Packed | None, cache: Cache | None = None
+    ) -> Tensor:
         """Hidden states after the final norm.
 
         Args:
             input_ids: (T,) int64 tokens of S documents, packed end to end.
             cu_seqlens: (S+1,) int32 document starts, the last entry T; or the row's `Packed`, which spares
-                asking the device.
+                asking the device. None: one more token of each sequence in the cache, in the order of its rows.
+            cache: None in training. Documents given with a cache become rows of it, to be continued; no gradients.
 
         Returns:
             hidden: (T, D).
 
         Raises:
-            ValueError: the boundaries do not add up to T.
+            ValueError: the boundaries do not add up to T, or a step has another number of tokens than the cache rows.
         """
-        packed = (
-            cu_seqlens if isinstance(cu_seqlens, Packed) else Packed.from_cu_seqlens(cu_seqlens)
-        )
-        if input_ids.shape != (packed.num_tokens,):
+        packed = cu_seqlens
+        if isinstance(cu_seqlens, Tensor):
+            packed = Packed.from_cu_seqlens(cu_seqlens)
+        if packed is not None and input_ids.shape != (packed.num_tokens,):
             raise ValueError(
                 f"input_ids {tuple(input_ids.shape)}: the documents have {packed.num_tokens} tokens"
             )
+        if cache is None:
+            return self._hidden(input_ids, packed, [None] * len(self.layers))
+        if packed is None:
+            cache.begin_step(len(input_ids))
+        else:
+            cache.begin_prefill(packed)
+        with torch.no_grad():  # what is cached is no part of a gradient
+            hidden = self._hidden(input_ids, packed, cache.layers)
+        cache.end()
+        return hidden
+
+    def _hidden(
+        self,
+        input_ids: Tensor,
+        packed: Packed | None,
+        states: Sequence[AttentionState | MambaState | None],
+    ) -> Tensor:
         x = self.embeddings(input_ids)
         dtype = x.dtype
         if self.config.residual_in_fp32:
             x = x.float()
-        for layer in self.layers:
-            x = layer(x, packed, dtype)
-        return rms_norm(x, self.norm_f.weight, self.config.norm_eps, self.kernels).to(dtype)
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, packed, dtype, state)
+        norm = rms_norm_few if packed is None else rms_norm
+        return norm(x, self.norm_f.weight, self.config.norm_eps, self.kernels).to(dtype)
+
+    def new_cache(self, most_tokens: int) -> Cache:
+        """An empty cache for sequences of at most `most_tokens` tokens each, on the model's device."""
+        weight = self.embeddings.weight
+        return Cache(self.config, self.norm_f.weight.device, weight.dtype, most_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, V)."""

@@ -30,13 +30,14 @@ def main() -> int:
     try:
         return _run(here, stop)
     except UserError as error:
-        _report(error, here)
-        return 2
+        return _report(error, here, waits=here.rank > 0, speaks=here.rank == 0, status=2)
+    except PeerLost as error:
+        return _report(error, here, waits=False, speaks=False, status=1)
     except RunFailed as error:
-        # What the other ranks see next is only that this one has gone.
-        if run.first_to_speak(here) or not isinstance(error, PeerLost):
-            _report(error, here, waits=not isinstance(error, PeerLost))
-        return 1
+        return _report(error, here, waits=here.rank > 0, speaks=True, status=1)
+    finally:
+        if stop is not None:
+            stop.leave()
 
 
 def _run(here: "World", stop: StopFlag | None) -> int:
@@ -68,15 +69,26 @@ def _run(here: "World", stop: StopFlag | None) -> int:
     return 0
 
 
-def _report(error: Exception, here: "World", waits: bool = True) -> None:
-    """One line from one rank: what all ranks found is said by rank 0, what only another one found by that one."""
-    rank = here.rank
-    if rank and waits:
+def _report(error: Exception, here: "World", *, waits: bool, speaks: bool, status: int) -> int:
+    """One line from one rank: what all ranks found is said by rank 0, what only another one found by that one.
+
+    Args:
+        error: its message is the line.
+        here: this rank.
+        waits: whether a rank with more to say is given the time.
+        speaks: whether this rank says its line whatever others have said.
+        status: of the exit, and of the return.
+    """
+    from hymoe.engine.run import first_to_speak
+
+    if waits:
         # torchrun ends all ranks when the first one leaves; whoever is still here after that is alone with its error.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
-    where = f" [rank {rank}]" if rank else ""
-    print(f"train.py:{where} {error}", file=sys.stderr, flush=True)
+    if first_to_speak(here) or speaks:
+        where = f" [rank {here.rank}]" if here.rank else ""
+        print(f"train.py:{where} {error}", file=sys.stderr, flush=True)
+    return status
 
 
 if __name__ == "__main__":

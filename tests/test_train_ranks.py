@@ -12,12 +12,17 @@ from tests.close import assert_close_rel, relative_error
 from tests.runs import make_data, metrics, save_by_transformers, train, write_recipe
 
 RANKS = (1, 2, 4)
+# Key of a run -> ranks and flags of runs whose experts stay where they are.
+EXPERTS = {
+    "dedup": (4, ("--parallel.expert_parallel", "4", "--parallel.exchange", "dedup")),
+    "gather": (4, ("--parallel.expert_parallel", "2", "--parallel.exchange", "gather")),
+}
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """Run folders by dtype and ranks; key ("float32", 0) is a second run on 2 ranks."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str], Path]:
+    """Run folders by dtype and ranks, or name in EXPERTS; key ("float32", 0) is a second run on 2 ranks."""
     root = tmp_path_factory.mktemp("ranks")
     data = make_data(root)
     folders = {}
@@ -39,6 +44,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path
             result = train(ranks or 2, recipe, "--run.dir", folder, "--train.keep", keep)
             assert result.returncode == 0, result.stderr
             folders[dtype, ranks] = folder
+        if dtype == "float32":
+            for name, (ranks, flags) in EXPERTS.items():
+                folders[dtype, name] = root / f"{dtype}_{name}"
+                result = train(ranks, recipe, "--run.dir", folders[dtype, name], *flags)
+                assert result.returncode == 0, result.stderr
     return folders
 
 
@@ -50,8 +60,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_float32_losses_and_weights_do_not_depend_on_the_ranks(runs: dict, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4, *EXPERTS])
+def test_float32_losses_and_weights_do_not_depend_on_the_ranks(
+    runs: dict, ranks: int | str
+) -> None:
     alone, spread = metrics(runs["float32", 1]), metrics(runs["float32", ranks])
     assert len(alone) == len(spread) == STEPS
     for one, many in zip(alone, spread, strict=True):

@@ -127,8 +127,30 @@ class ChatTemplate:
         marked, marks = self._marked(conversation)
         return _tokens(_spans(marked, marks, self.has_blocks), self._tokenizer)
 
-    def text(self, conversation: Conversation, marks: Any = None, inside: bool = False) -> str:
+    def render_prompt(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation and what the template writes before the answer to come.
+
+        Raises:
+            LeftOut: as of `render`.
+        """
+        _no_control_in_tools(conversation, self._tokenizer)
+        marked, marks = self._marked(conversation, answer=True)
+        return _tokens(_spans(marked, marks, self.has_blocks), self._tokenizer).ids
+
+    def text(
+        self,
+        conversation: Conversation,
+        marks: Any = None,
+        inside: bool = False,
+        answer: bool = False,
+    ) -> str:
         """What the template writes, with marks around contents where they are given.
+
+        Args:
+            conversation: the turns.
+            marks: None for none.
+            inside: whether marks go inside the outer white space of contents.
+            answer: whether the header of an answer to come follows.
 
         Raises:
             LeftOut: the template fails on this conversation.
@@ -139,18 +161,18 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages,
                 tools=tools,
-                add_generation_prompt=False,
+                add_generation_prompt=answer,
                 hymoe_marks=marks,
                 **self._special,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise LeftOut("template_fails", f"{self.where}: {error}") from None
 
-    def _marked(self, conversation: Conversation) -> tuple[str, _Marks]:
-        plain = self.text(conversation)
+    def _marked(self, conversation: Conversation, answer: bool = False) -> tuple[str, _Marks]:
+        plain = self.text(conversation, answer=answer)
         marks = _Marks.absent_from(plain + "".join(m.content or "" for m in conversation.messages))
         for inside in (False, True):
-            marked = self.text(conversation, marks, inside)
+            marked = self.text(conversation, marks, inside, answer)
             if marks.removed(marked) == plain and _balanced(marked, marks):
                 return marked, marks
         raise LeftOut("template_rewrites", f"{self.where}: content does not come out as it went in")
