@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hymoe.kernels import loss_triton
-from hymoe.kernels.launch import arithmetic_dtype, check_shape, row_tiles, uses_triton
+from hymoe.kernels.launch import arithmetic_dtype, check_shape, uses_triton
 
 IGNORE = -100  # label of a token without supervision
 REDUCTIONS = ("sum", "mean", "none")
@@ -31,7 +31,9 @@ CHUNK_BYTES = 1 << 30  # of one chunk: 4,096 rows of a 131,072-word vocabulary i
 CPU_CHUNK_BYTES = (
     1 << 26
 )  # fresh memory costs a CPU as much as a pass over it; smaller gains nothing
-CPU_WORDS_BYTES = 1 << 21  # of a block of dweight that is added up in float32 while in cache
+# Of float32 that a CPU works on in one go, logits or dweight: less than its last cache. Tiles of an L2 cache are no
+# faster, and on a busy machine their many barriers of threads cost half the time again.
+CPU_TILE_BYTES = 1 << 22
 
 
 def linear_cross_entropy_ref(
@@ -65,7 +67,7 @@ def _torch_row_losses(
     target = target[:, None]
     wide = arithmetic_dtype(hidden)
     losses = torch.empty(target.shape, dtype=wide, device=hidden.device)
-    for rows in row_tiles(logits):
+    for rows in _tiles(logits):
         z = logits[rows].to(wide)
         largest, picked = z.amax(-1, keepdim=True), z.gather(1, target[rows])
         # Not exp: a CPU's is five times slower. The largest p is 1 / sum exp(z - largest).
@@ -76,6 +78,14 @@ def _torch_row_losses(
         p.scatter_add_(1, target[rows], p.new_full((p.shape[0], 1), -1))
         dz[rows] = p if factor is None else p.mul_(factor[rows, None])
     return losses[:, 0]
+
+
+def _tiles(x: Tensor) -> list[slice]:
+    """Rows of x to work on together; on a GPU all of them."""
+    rows = x.shape[0]
+    most = CPU_TILE_BYTES // (4 * x.shape[1])
+    step = rows if x.is_cuda else max(most, torch.get_num_threads())
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, max(1, step))]
 
 
 def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
@@ -90,13 +100,12 @@ def _torch_add_outer(dweight: Tensor, dz: Tensor, hidden: Tensor, first: bool) -
     if dweight.dtype == dz.dtype:
         torch.addmm(dweight, dz.T, hidden, beta=float(not first), out=dweight)
         return
-    words = max(1, CPU_WORDS_BYTES // (4 * dweight.shape[1]))
-    for block, dz_block in zip(dweight.split(words), dz.split(words, dim=1), strict=True):
-        part = dz_block.T @ hidden
+    for words in _tiles(dweight):
+        part = dz[:, words].T @ hidden
         if first:
-            block.copy_(part)
+            dweight[words] = part
         else:
-            block += part
+            dweight[words] += part
 
 
 TORCH = _Arithmetic(_torch_row_losses, _torch_add_outer, align=1)
@@ -162,9 +171,8 @@ class _Gradients:
         self.drows = self.dweight = None
         if wanted[0]:
             self.drows = weight.new_empty(rows.shape[0], weight.shape[1])
-        if wanted[
-            1
-        ]:  # torch's product of a single chunk is rounded already: float32 would keep nothing
+        if wanted[1]:
+            # Torch's product of a single chunk is rounded already: float32 would keep nothing.
             dtype = weight.dtype if one_chunk else wide
             self.dweight = make(weight.shape, dtype=dtype, device=device)
 
@@ -248,7 +256,7 @@ def _total(losses: Tensor, scale: Tensor | None) -> Tensor:
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """X times a () tensor that keeps its precision (on a GPU torch would round it to x's dtype), rounded once."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    for rows in row_tiles(x):
+    for rows in _tiles(x):
         torch.mul(x[rows], factor.reshape(1, 1), out=out[rows])
     return out
 

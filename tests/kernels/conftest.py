@@ -1,6 +1,11 @@
-"""Every kernel test runs with poisoned memory: what a kernel does not write is NaN, and shows."""
+"""Every kernel test runs with poisoned memory, and leaves no peer package behind.
 
-from collections.abc import Callable
+Poison: what a kernel does not write is NaN, and shows.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,3 +30,22 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+_peers: dict[
+    str, ModuleType
+] = {}  # kept, because their operators can be registered once in a process
+
+
+@pytest.fixture(autouse=True)
+def peers_leave_with_the_test() -> Iterator[None]:
+    """Without a GPU, mamba-ssm and causal-conv1d work for these tests only: transformers, in the next file, would
+    take an imported one for a package that works."""
+    if torch.cuda.is_available():
+        yield
+        return
+    sys.modules.update(_peers)
+    yield
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("mamba_ssm", "causal_conv1d"):
+            _peers[name] = sys.modules.pop(name)

@@ -305,8 +305,8 @@ def test_blocks_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     labels = labels_of(30)
     leaves = [x.bfloat16().requires_grad_() for x in inputs_of(30).values()]
     found = []
-    for size in (loss.CPU_WORDS_BYTES, 4 * WIDTH * 5):
-        monkeypatch.setattr(loss, "CPU_WORDS_BYTES", size)
+    for size in (loss.CPU_TILE_BYTES, 4 * WIDTH * 5):
+        monkeypatch.setattr(loss, "CPU_TILE_BYTES", size)
         found.append(torch.autograd.grad(linear_cross_entropy(*leaves, labels), leaves))
     for one, other in zip(*found, strict=True):
         assert_close_rel(one, other, 2**-8)
