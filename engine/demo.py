@@ -327,7 +327,7 @@ def _recipe(folder: Path) -> recipes.Recipe:
             micro_tokens=512,
         ),
         optim=recipes.Optim(lr=3e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99),
-        train=recipes.Train(steps=240, step_tokens=2048, eval_every=60, seed=SEED, keep="all"),
+        train=recipes.Train(steps=320, step_tokens=2048, eval_every=60, seed=SEED, keep="all"),
         run=recipes.Run(dir=str(RUN_FOLDER), replace=True, log_every=10),
     )
 
