@@ -7,62 +7,30 @@ import dataclasses
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hymoe.engine import budget, checkpoint, faults, parallel, resume
+from hymoe.engine import checkpoint, faults, parallel, resume
 from hymoe.engine.data.loader import Loader
 from hymoe.engine.data.prepare import prepare_jsonl
 from hymoe.engine.data.rows import Described, Rows
 from hymoe.engine.data.store import PackedRows
 from hymoe.engine.data.tokenizer import Tokenizer
+from hymoe.engine.devices import World, peak_flops
 from hymoe.engine.errors import UserError
 from hymoe.engine.export import TrainedValues
-from hymoe.engine.hf_checkpoint import (
-    Checkpoint,
-    near_zero_rows,
-    plan_export,
-    save_pretrained,
-)
+from hymoe.engine.hf_checkpoint import near_zero_rows, plan_export, save_pretrained
 from hymoe.engine.log import RunLog, machine_stamp
-from hymoe.engine.optim import Optimizer, schedule
-from hymoe.engine.recipe import Recipe, check
+from hymoe.engine.optim import Optimizer
+from hymoe.engine.recipe import Recipe
+from hymoe.engine.resolve import Resolved, describe
 from hymoe.engine.stop import StopFlag
 from hymoe.engine.train import Job, Outcome, peak_memory_bytes, train
-from hymoe.kernels.launch import backends, summary
-from hymoe.model.config import HybridConfig
-from hymoe.model.cost import count_parameters, flops_per_token, mean_context
+from hymoe.kernels.launch import backends
+from hymoe.model.cost import flops_per_token, mean_context
 from hymoe.model.net import HybridLM
-
-# Dense BF16 FLOP/s without sparsity, by a part of the device's name, from the vendor's data sheets.
-PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "RTX PRO 6000": 503e12,
-}
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among those that torchrun started."""
-
-    rank: int
-    local_rank: int
-    size: int
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU of this process, or the CPU where there is none."""
-        return (
-            torch.device("cuda", self.local_rank)
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
 
 
 def world() -> World:
@@ -72,90 +40,6 @@ def world() -> World:
         for key, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     return World(*(int(value) for value in values))
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A recipe whose every `auto` is decided, with what was found on the way."""
-
-    recipe: Recipe
-    config: HybridConfig
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    micro_steps: int
-    estimate: budget.Budget
-    notes: tuple[str, ...]
-
-
-def resolve(recipe: Recipe, here: World) -> Resolved:
-    """Validates the recipe and the base checkpoint without reading weights; the same on every rank.
-
-    Raises:
-        UserError: what is wrong, in one line.
-    """
-    micro_steps = check(recipe, here.size)
-    checkpoint = Checkpoint.open(recipe.model.path)
-    try:
-        config = HybridConfig.from_pretrained(recipe.model.path)
-        backends(recipe.run.kernels, here.device.type)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    checkpoint.check_against(config)
-    notes = []
-    dtype = recipe.model.dtype
-    if dtype == "auto":
-        dtype = str(checkpoint.dtype([f"{checkpoint.prefix}embeddings.weight"])).removeprefix(
-            "torch."
-        )
-        if dtype == "float16":
-            dtype = "bfloat16"
-            notes.append("model.dtype: the checkpoint is float16, training is in bfloat16")
-    memory = device_memory_bytes(here)
-    common = {
-        "world_size": here.size,
-        "micro_tokens": recipe.data.micro_tokens,
-        "micro_steps": micro_steps,
-        "dtype": dtype,
-        "on_gpu": here.device.type == "cuda",
-    }
-    rounding = recipe.optim.rounding
-    if rounding == "auto" and (saved := resume.saved_rounding(recipe)) is not None:
-        rounding = saved
-        notes.append(f"optim.rounding = {rounding}: as in the saved state")
-    if rounding == "auto":
-        rounding, reason = budget.choose_rounding(
-            config, memory, recompute=recipe.train.keep != "all", **common
-        )
-        notes.append(f"optim.rounding = {rounding}: {reason}")
-    keep = recipe.train.keep
-    if keep == "auto":
-        needs = budget.estimate(config, rounding=rounding, recompute=False, **common).peak
-        keep = "all" if needs <= memory else "inputs"
-        fits = "fits" if keep == "all" else "does not fit"
-        notes.append(
-            f"train.keep = {keep}: keeping everything needs {needs / budget.GIB:.1f} GiB, which {fits}"
-        )
-    estimate = budget.estimate(config, rounding=rounding, recompute=keep == "inputs", **common)
-    experts = config.n_routed_experts if "E" in config.pattern else 0
-    size, exchange, why = parallel.resolve_experts(recipe.parallel, here.size, experts)
-    notes += why
-    recipe = replace(
-        recipe,
-        model=replace(recipe.model, dtype=dtype),
-        optim=replace(recipe.optim, rounding=rounding),
-        train=replace(recipe.train, keep=keep),
-        parallel=replace(recipe.parallel, expert_parallel=str(size), exchange=exchange),
-    )
-    return Resolved(
-        recipe, config, checkpoint, getattr(torch, dtype), micro_steps, estimate, tuple(notes)
-    )
-
-
-def device_memory_bytes(here: World) -> int:
-    """What one rank may use: its GPU, or its share of the host's memory."""
-    if here.device.type == "cuda":
-        return torch.cuda.get_device_properties(here.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here.size
 
 
 def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Outcome:
@@ -341,7 +225,7 @@ def _job(
         log=log,
         stop=stop,
         flops_per_token=flops_per_token(resolved.config, _mean_context(loader.rows)).training,
-        peak_flops=_peak_flops(plan.device),
+        peak_flops=peak_flops(plan.device),
     )
 
 
@@ -352,13 +236,6 @@ def _mean_context(rows: Rows) -> float:
         starts = rows[i][2]
         lengths += [int(n) for n in starts[1:] - starts[:-1]]
     return mean_context(lengths)
-
-
-def _peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).upper()
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def _announce(
@@ -382,40 +259,6 @@ def _announce(
         data=stats.as_dict(),
         eval=eval_stats and eval_stats.as_dict(),
     )
-
-
-def describe(resolved: Resolved, here: World, steps: int) -> list[str]:
-    """Lines for a person: model, parallel plan, schedule, memory."""
-    recipe, counts = resolved.recipe, count_parameters(resolved.config)
-    optim, train_ = recipe.optim, recipe.train
-    chosen = backends(recipe.run.kernels, here.device.type)
-    files = len({entry.file for entry in resolved.checkpoint.entries.values()})
-    lines = [
-        f"model   {recipe.model.path}: {counts.total:,} parameters, {counts.active:,} active a token, "
-        f"{len(resolved.config.pattern)} layers {resolved.config.pattern}, {recipe.model.dtype}, {files} files",
-        f"plan    {here.size} x {here.device.type}; a step: {train_.step_tokens:,} tokens = {here.size} ranks x "
-        f"{resolved.micro_steps} micro-steps x {recipe.data.micro_tokens:,} tokens",
-        *(f"kernels {line}" for line in summary(chosen)),
-    ]
-    shape = {
-        "lr": optim.lr,
-        "min_lr_ratio": optim.min_lr_ratio,
-        "warmup_steps": optim.warmup_steps,
-        "steps": steps,
-    }
-    at = (
-        sorted({1, min(max(optim.warmup_steps, 1), steps), (steps + 1) // 2, steps} - {0})
-        if steps
-        else []
-    )
-    rates = ", ".join(f"{n}: {schedule(n, **shape):.2e}" for n in at)
-    lines.append(f"steps   {steps:,}; learning rate by step {rates or 'none'}")
-    lines += [f"auto    {note}" for note in resolved.notes]
-    lines.append(
-        f"memory  {resolved.estimate.peak / budget.GIB:.2f} GiB a rank estimated at the most "
-        f"({resolved.estimate.peak_phase}), {device_memory_bytes(here) / budget.GIB:.1f} GiB there"
-    )
-    return lines
 
 
 def dry_run(resolved: Resolved, here: World) -> str:

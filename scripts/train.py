@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hymoe.engine.stop import StopFlag
 
 if TYPE_CHECKING:
-    from hymoe.engine.run import World
+    from hymoe.engine.devices import World
 
 
 def main() -> int:
@@ -46,6 +46,7 @@ def _run(here: "World", stop: StopFlag | None) -> int:
     from hymoe.engine import recipe as recipes
     from hymoe.engine import run
     from hymoe.engine.demo import demo_recipe
+    from hymoe.engine.resolve import resolve
 
     arguments = sys.argv[1:]
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
@@ -61,7 +62,7 @@ def _run(here: "World", stop: StopFlag | None) -> int:
         console_outputs=here.rank == 0,
         config=(tyro.conf.FlagConversionOff,),
     )
-    resolved = run.resolve(recipe, here)
+    resolved = resolve(recipe, here)
     if stop is not None:
         run.execute(resolved, here, stop)
     elif here.rank == 0:
