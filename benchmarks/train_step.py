@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from harness import Lap, finish, interleave, parser, ratio, show, stamp
+from shapes import CUT
 from torch import Tensor, nn
 
 from hymoe.engine.optim import Optimizer
@@ -30,28 +31,8 @@ from hymoe.model.config import HybridConfig
 from hymoe.model.net import HybridLM
 
 CONFIG: dict[str, Any] = {
-    "model_type": "nemotron_h",
-    "architectures": ["NemotronHForCausalLM"],
-    "vocab_size": 4096,
-    "hidden_size": 336,
-    "hybrid_override_pattern": "MEMEM*EM",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 64,
-    "n_groups": 1,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "chunk_size": 128,
-    "n_routed_experts": 32,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 232,
-    "moe_shared_expert_intermediate_size": 464,
-    "routed_scaling_factor": 2.5,
+    **CUT,
     "time_step_limit": [0.001, float("inf")],  # what the reference does, whatever its config says
-    "tie_word_embeddings": False,
 }
 TOKENS = 2048
 DOCUMENTS = {"one document": 1, "equal documents": 8}

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from hymoe.engine.data.chat import render_prompt
 from hymoe.engine.data.formats import read_questions
+from hymoe.engine.data.mixture import prompt_text
 from hymoe.engine.data.render import with_system
 from hymoe.engine.data.schema import Conversation, LeftOut, Question, shown
 from hymoe.engine.data.sources import parse_line
@@ -130,7 +131,7 @@ def render_questions(
         UserError: the template fails on one, or the system prompt cannot be read.
     """
     template = load_template(task.chat_template, task.model, tokenizer)
-    system = None if task.system_prompt is None else _prompt_text(task.system_prompt)
+    system = None if task.system_prompt is None else prompt_text(task.system_prompt)
     found = []
     for question in questions:
         conversation = Conversation(question.messages)
@@ -276,15 +277,3 @@ def _settings(task: Task, prompts: Sequence[Sequence[int]], ends: frozenset[int]
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def _prompt_text(path: Path) -> str:
-    """A system prompt; the line end that an editor leaves at the end of the file is no part of it."""
-    try:
-        return path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); system_prompt names it"
-        ) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: found bytes that are not UTF-8, expected a prompt") from None

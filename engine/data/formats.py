@@ -209,6 +209,8 @@ def read_rows(
 def read_questions(path: Path | str) -> Iterator[Question]:
     """Yields the prompts of a JSONL file: `id` (or `key`), and `messages` or `prompt`, the user's text.
 
+    A row may have both where the prompt is the text of the last message, as `synthesize.py` writes them.
+
     Raises:
         UserError: as `read_jsonl`; a row without an id, with one that was there, or without a last user turn with text.
     """
@@ -221,12 +223,11 @@ def read_questions(path: Path | str) -> Iterator[Question]:
         if str(id_) in seen:
             raise UserError(f"{where}: found id {id_} again, expected each once")
         seen.add(str(id_))
-        if ("messages" in content) == ("prompt" in content):
-            raise UserError(
-                f'{where}: expected either "messages" or "prompt", found '
-                + ("both" if "prompt" in content else "neither")
-            )
-        if "prompt" in content:
+        if "messages" not in content and "prompt" not in content:
+            raise UserError(f'{where}: expected "messages" or "prompt", found neither')
+        if "messages" in content and "prompt" in content:
+            _check_prompt_is_last(content, where)
+        elif "prompt" in content:
             content = {"messages": [{"role": "user", "content": content["prompt"]}]}
         messages = parse_messages(content, where)
         if messages[-1].role != "user" or any(message.content is None for message in messages):
@@ -234,6 +235,15 @@ def read_questions(path: Path | str) -> Iterator[Question]:
                 f"{where}: found no text of a user at the end, expected a turn to answer"
             )
         yield Question(id_, messages)
+
+
+def _check_prompt_is_last(content: Mapping[str, Any], where: str) -> None:
+    given = content["messages"]
+    last = given[-1] if isinstance(given, list) and given else None
+    if not isinstance(last, dict) or last.get("content") != content["prompt"]:
+        raise UserError(
+            f'{where}: found both "messages" and "prompt", expected one of them, or the prompt as the last message'
+        )
 
 
 def parse_messages(content: Mapping[str, Any], where: str) -> tuple[Message, ...]:

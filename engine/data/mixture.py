@@ -89,22 +89,10 @@ class Mixture:
         return self.folder / path
 
     def prompt_text(self) -> str | None:
-        """The serving system prompt; the line end that an editor leaves at the end of the file is no part of it.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """The serving system prompt; see the function of this name."""
         if self.system_prompt is None:
             return None
-        path = self.resolved(self.system_prompt)
-        try:
-            return path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r")
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be read ({error.strerror}); system_prompt names it"
-            ) from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path}: found bytes that are not UTF-8, expected a prompt") from None
+        return prompt_text(self.resolved(self.system_prompt))
 
     def as_dict(self) -> dict[str, Any]:
         """What decides the result, without the folder: for manifest and hash."""
@@ -176,3 +164,19 @@ def _check_source(where: str, source: Source) -> None:
         raise UserError(
             f"{where} part = 'heldout' without holdout; expected the share that is held out"
         )
+
+
+def prompt_text(path: Path) -> str:
+    """A system prompt; the line end that an editor leaves at the end of the file is no part of it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        return path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); system_prompt names it"
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: found bytes that are not UTF-8, expected a prompt") from None

@@ -13,6 +13,7 @@ are found. Only as many rows as are likely needed are rendered, then more if the
 import contextlib
 import hashlib
 import multiprocessing
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -157,8 +158,7 @@ def _take(
     order = random.permutation(total) if source.count or source.fraction else np.arange(total)
     if source.fraction:
         order = order[: round(source.fraction * total)]
-    chosen: list[int] = []
-    own: set[bytes] = set()
+    chosen = array("i")
     looked = 0
     while looked < len(order) and (source.count is None or len(chosen) < source.count):
         goal = len(order) if source.count is None else source.count - len(chosen)
@@ -166,25 +166,21 @@ def _take(
         more = order[looked : looked + int(goal / share * 1.1) + 64]
         say(f"{source.name}: rendering {len(more):,} of {total:,} rows")
         outcomes = _render(source, mixture, files, more, total, spool, pool)
-        for row in more:
+        for row in more.tolist():
             looked += 1
-            outcome = outcomes.of(int(row))
-            reason = outcome.reason
-            if (
-                reason is None
-                and mixture.deduplicate
-                and (outcome.digest in seen or outcome.digest in own)
-            ):
-                reason = "duplicate"
+            reason = outcomes.reason(row)
+            if reason is None and mixture.deduplicate:
+                digest = outcomes.digest(row)
+                if digest in seen:
+                    reason = "duplicate"
+                seen.add(digest)
             if reason is not None:
                 stats.dropped[reason] += 1
                 continue
-            own.add(outcome.digest)
-            chosen.append(outcome.unit)
-            stats.cut += outcome.cut
+            chosen.append(outcomes.unit[row])
+            stats.cut += int(outcomes.cut[row])
             if len(chosen) == source.count:
                 break
-    seen |= own
     stats.rows_read, stats.rows_taken = looked, len(chosen)
     if not chosen:
         raise UserError(
@@ -243,7 +239,7 @@ def _render(
             if mine.any():
                 yield chunk, mine, source, mixture.seed
 
-    outcomes = Outcomes()
+    outcomes = Outcomes(total, mixture.deduplicate)
     for result in _in_order(tasks(), pool):
         if result.broken and mixture.broken == "refuse":
             raise UserError(result.broken[0])

@@ -20,6 +20,7 @@ start is unknown. Blank lines are no rows; a byte-order mark, CRLF and a missing
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -43,7 +44,7 @@ ROWS_FOR_COLUMNS = 256  # JSON rows whose keys say which columns there are
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(ABC):
     """Consecutive rows of one file, small enough to send to another process."""
 
     path: str
@@ -51,6 +52,7 @@ class Chunk:
     first_row: int  # number of its first row in the whole source, from 0
     num_rows: int
 
+    @abstractmethod
     def records(
         self, wanted: Sequence[bool] | None = None
     ) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
@@ -59,7 +61,6 @@ class Chunk:
         Args:
             wanted: one for each row of the chunk; only those are parsed and given. None is all.
         """
-        raise NotImplementedError
 
     def _chosen(self, record: dict[str, Any]) -> dict[str, Any]:
         if self.columns is None:

@@ -9,7 +9,6 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -199,28 +198,33 @@ class Spool:
         return self._tables[i]
 
 
-class Outcome(NamedTuple):
-    """What became of a row."""
-
-    unit: int  # its number in the spool, -1 where left out
-    reason: str | None  # why it is left out
-    digest: bytes  # of its turns
-    cut: bool
-
-
 class Outcomes:
-    """Row number -> outcome."""
+    """Row number -> what became of it; 6 bytes a row of the source, 22 where duplicates are looked for."""
 
-    def __init__(self) -> None:
-        """Empty."""
-        self._rows: dict[int, Outcome] = {}
+    def __init__(self, rows: int, digests: bool) -> None:
+        """For a source of `rows` rows; with or without the digests of their turns."""
+        self.unit = np.full(rows, -1, dtype=np.int32)  # number in the spool, -1 where left out
+        self.cut = np.zeros(rows, dtype=np.bool_)
+        self._reason = np.zeros(rows, dtype=np.uint8)
+        self._reasons: list[str | None] = [None]
+        self._digest = np.zeros((rows, 16), dtype=np.uint8) if digests else None
 
     def add(self, result: ChunkResult, spool: Spool) -> None:
         """Takes a chunk's documents into the spool and remembers what became of its rows."""
-        columns = (spool.add(result), result.reasons, result.digests, result.cut)
-        for row, *outcome in zip(result.rows, *columns, strict=True):
-            self._rows[row] = Outcome(*outcome)
+        self.unit[result.rows] = spool.add(result)
+        self.cut[result.rows] = result.cut
+        for row, reason, digest in zip(result.rows, result.reasons, result.digests, strict=True):
+            if reason not in self._reasons:
+                self._reasons.append(reason)
+            self._reason[row] = self._reasons.index(reason)
+            if self._digest is not None and digest:
+                self._digest[row] = np.frombuffer(digest, np.uint8)
 
-    def of(self, row: int) -> Outcome:
-        """The outcome of a row that was wanted."""
-        return self._rows[row]
+    def reason(self, row: int) -> str | None:
+        """Why a row is left out; None where it is not."""
+        return self._reasons[self._reason[row]]
+
+    def digest(self, row: int) -> bytes:
+        """Of the turns of a row's conversation; needs the digests."""
+        assert self._digest is not None
+        return self._digest[row].tobytes()

@@ -14,6 +14,7 @@ from hymoe.engine.data.formats import (
 )
 from hymoe.engine.data.schema import Conversation, Message, split_position
 from hymoe.engine.errors import UserError
+from tests.data.chat_rows import CALL, SPOKEN, TURNS, A, Q, assistant, parse
 
 GOOD = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
 
@@ -143,27 +144,6 @@ def test_bad_questions(tmp_path: Path, row: dict[str, object], said: str) -> Non
     path = write(tmp_path / "p.jsonl", "\n".join(map(json.dumps, rows)).encode())
     with pytest.raises(UserError, match=rf"p\.jsonl:2.*{said}"):
         list(read_questions(path))
-
-
-Turn = dict[str, Any]
-Q, A = Message("user", "q"), Message("assistant", "a")
-TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-SPOKEN = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-
-
-def parse(record: dict[str, Any], name: str = "auto", **rules: Any) -> Conversation | str:
-    return recognise(record, name).parse(record, "f:1", **rules)
-
-
-def messages(record: dict[str, Any], **rules: Any) -> list[Message]:
-    found = parse(record, **rules)
-    assert isinstance(found, Conversation)
-    return list(found.messages)
-
-
-def assistant(**turn: Any) -> dict[str, Any]:
-    return {"messages": [TURNS[0], {"role": "assistant", "content": "a", **turn}]}
 
 
 @pytest.mark.parametrize(

@@ -8,29 +8,10 @@ from typing import Any
 
 import pytest
 
-from hymoe.engine.data.formats import parse_messages, recognise
+from hymoe.engine.data.formats import parse_messages
 from hymoe.engine.data.schema import ROLES, Conversation, Message
 from hymoe.engine.errors import UserError
-
-Turn = dict[str, Any]
-Q, A = Message("user", "q"), Message("assistant", "a")
-TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-SPOKEN = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-
-
-def parse(record: dict[str, Any], name: str = "auto", **rules: Any) -> Conversation | str:
-    return recognise(record, name).parse(record, "f:1", **rules)
-
-
-def messages(record: dict[str, Any], **rules: Any) -> list[Message]:
-    found = parse(record, **rules)
-    assert isinstance(found, Conversation)
-    return list(found.messages)
-
-
-def assistant(**turn: Any) -> dict[str, Any]:
-    return {"messages": [TURNS[0], {"role": "assistant", "content": "a", **turn}]}
+from tests.data.chat_rows import CALL, SPOKEN, TURNS, A, Q, Turn, assistant, messages, parse
 
 
 @pytest.mark.parametrize(

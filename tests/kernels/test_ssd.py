@@ -1,5 +1,6 @@
 """The chunked scan against the recurrence, token by token."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,29 +19,15 @@ from tests.kernel_check import (
     RAGGED,
     assert_documents_alone,
     check,
-    normal,
 )
+from tests.kernels import ssd_inputs
 
 HEADS, WIDTH, GROUPS, STATES = 4, 6, 2, 8
 LIMIT = (0.0, float("inf"))
 SMALL = ("a_log", "skip", "dt_bias")
 
 
-def inputs_of(
-    tokens: int, heads: int = HEADS, groups: int = GROUPS, states: int = STATES
-) -> dict[str, Tensor]:
-    """x, b and c lie in one wide tensor, dt in another, as in the model."""
-    inputs = normal(
-        1,
-        xbc=(tokens, heads * WIDTH + 2 * groups * states),
-        projected=(tokens, 5 + heads),
-        a_log=(heads,),
-        skip=(heads,),
-        dt_bias=(heads,),
-    )
-    inputs["xbc"] *= 0.5
-    inputs["dt_bias"] -= 1
-    return inputs
+inputs_of = partial(ssd_inputs.inputs_of, width=WIDTH, states=STATES)
 
 
 def sliced(

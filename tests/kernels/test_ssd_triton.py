@@ -13,30 +13,14 @@ from hymoe.kernels.ssd import scan
 from hymoe.kernels.ssd.op import ssd_scan
 from hymoe.kernels.ssd.ref import ssd_scan_ref
 from tests.close import assert_close_rel
-from tests.kernel_check import CHUNK, RAGGED, assert_documents_alone, check, normal, run
+from tests.kernel_check import CHUNK, RAGGED, assert_documents_alone, check, run
+from tests.kernels.ssd_inputs import inputs_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = (0.0, float("inf"))
 SMALL = ("a_log", "skip", "dt_bias")
 KERNEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HERE = {"chunk_size": CHUNK, "kernels": "triton"}
-
-
-def inputs_of(
-    tokens: int, heads: int = 4, groups: int = 2, width: int = 8, states: int = 16
-) -> dict[str, Tensor]:
-    """x, b and c lie in one wide tensor, dt in another, as in the model."""
-    inputs = normal(
-        1,
-        xbc=(tokens, heads * width + 2 * groups * states),
-        projected=(tokens, 5 + heads),
-        a_log=(heads,),
-        skip=(heads,),
-        dt_bias=(heads,),
-    )
-    inputs["xbc"] *= 0.5
-    inputs["dt_bias"] -= 1
-    return inputs
 
 
 def sliced(
