@@ -88,7 +88,7 @@ class Candidate:
         config = HybridConfig.from_dict(GPU if device.type == "cuda" else CPU)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.lm = HybridLM(config, dtype=self.dtype, device="meta")
-        self.lm.set_recompute(args.recompute)
+        self.lm.set_keep("inputs" if args.recompute else "all")
         plan.shard(self.lm)
         fill(self.lm)
         self.optimizer = Optimizer(
@@ -103,17 +103,15 @@ class Candidate:
 
     def step(self, lap: Lap = lambda _: None) -> tuple[float, float]:
         """One step; its loss over all ranks, and the norm."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.input_ids.device)
-        for number in range(self.args.micro_steps):
-            one, _ = self.lm.loss(self.input_ids, self.labels, self.packed)
-            one.backward()
-            loss += one.detach()
-            self.plan.collect_gradients(self.lm, last=number == self.args.micro_steps - 1)
+        rows = [[x] * self.args.micro_steps for x in (self.input_ids, self.labels, self.packed)]
+        loss, _ = self.lm.loss(*rows)
+        loss.backward()
+        self.plan.collect_gradients(self.lm, last=True)
         scale = 1 / (self.args.tokens * self.args.micro_steps * self.plan.world_size)
         grads = self.plan.gradients(self.lm)
         lap("gradients")
         report = self.optimizer.step(grads, lr=1e-6, scale=scale)
-        return self.plan.sum_over_ranks(loss).item() * scale, report.grad_norm.item()
+        return self.plan.sum_over_ranks(loss.detach()).item() * scale, report.grad_norm.item()
 
     def first_step(self) -> dict[str, Any]:
         """As `step`, with what was sent, and to how many other ranks the router's choices lead."""
@@ -130,7 +128,8 @@ class Candidate:
         sent = {k: v for k, v in self.plan.wire.sent.items() if k != "figures"}
         size = getattr(self.plan, "group_size", 1)
         experts = self.lm.config.n_routed_experts // size
-        ids = torch.stack(chosen[: len(gates)])  # of the first micro-step; the later ones are equal
+        rows = self.args.micro_steps  # equal ones, which pass a layer one after another
+        ids = torch.stack(chosen[: rows * len(gates) : rows])
         hit = torch.stack([(ids // experts == rank).any(-1).sum() for rank in range(size)]).double()
         own = hit[self.plan.rank % size]
         copies = self.plan.sum_over_ranks((hit.sum() - own)[None]).item()
@@ -183,7 +182,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
                 expert_parallel=getattr(plans[name], "group_size", 1),
                 exchange="dedup" if "dedup" in name else "gather", micro_tokens=args.tokens,
                 micro_steps=args.micro_steps, dtype=str(dtype).removeprefix("torch."),
-                recompute=args.recompute, copies=about["copies"],
+                keep="inputs" if args.recompute else "all", copies=about["copies"],
             ).values()
         )  # fmt: skip
         if abs(about["sent_bytes"] / about["predicted_bytes"] - 1) > 0.02:
@@ -236,12 +235,16 @@ def print_table(path: Path) -> None:
             ("dedup", ranks, "dedup"),
         ):
             for recompute in (False, True):
-                sent = bytes_per_step(
-                    config, world_size=ranks, expert_parallel=size, exchange=kind,
-                    recompute=recompute, **shared,
-                )  # fmt: skip
-                figures = [*sent.values(), sum(sent.values())]
                 kept = "inputs" if recompute else "all"
+                sent = bytes_per_step(
+                    config,
+                    world_size=ranks,
+                    expert_parallel=size,
+                    exchange=kind,
+                    keep=kept,
+                    **shared,
+                )
+                figures = [*sent.values(), sum(sent.values())]
                 rows.append([f"{ranks} ranks, {name}", kept, *(f"{b / 1e9:.1f}" for b in figures)])
     show(["GB sent by a rank in a step", "keep", *sent, "sum"], rows)
 

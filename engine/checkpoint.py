@@ -40,6 +40,7 @@ from hymoe.engine import checkpoint_files as files
 from hymoe.engine.errors import UserError
 from hymoe.engine.hf_rows import local_rows, named_tensors
 from hymoe.engine.optim import Optimizer
+from hymoe.engine.relabel import runs_of
 
 FORMAT = 1  # of the manifest and of the tensors' names
 
@@ -52,18 +53,24 @@ class Part:
         tensor: (rows, ...) the memory itself.
         shape: of the whole tensor.
         first_row: where the rows begin in it.
+        order: of a stack whose experts are spread anew, the expert in each place; in a state they lie in their own.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     first_row: int
+    order: tuple[int, ...] | None = None
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """The rows as DCP calls them."""
-        rest = [0] * (len(self.shape) - 1)
-        offsets = [self.first_row, *rest] if self.shape else []
-        return ChunkStorageMetadata(torch.Size(offsets), self.tensor.shape)
+    def chunks(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        """The rows as DCP calls them, in runs without a gap."""
+        if not self.shape:
+            return [(ChunkStorageMetadata(torch.Size(), self.tensor.shape), self.tensor)]
+        rest, chunks = [0] * (len(self.shape) - 1), []
+        for run in runs_of(self.first_row, len(self.tensor), self.order):
+            rows = self.tensor[run.at : run.at + run.count]
+            chunks.append((ChunkStorageMetadata(torch.Size([run.begin, *rest]), rows.shape), rows))
+        return chunks
 
 
 Parts = dict[str, Part]
@@ -75,11 +82,11 @@ def parts_of(lm: nn.Module, optimizer: Optimizer) -> Parts:
     for name, tensor in named_tensors(lm).items():
         rows = local_rows(name, tensor)
         begin = rows.begin if rows.local.numel() else 0
-        parts[f"model.{name}"] = Part(rows.local, tuple(tensor.shape), begin)
+        parts[f"model.{name}"] = Part(rows.local, tuple(tensor.shape), begin, rows.order)
     for name, tensors in optimizer.state().items():
         place = optimizer.shards[name]
         for kind, tensor in tensors.items():
-            parts[f"optim.{name}.{kind}"] = Part(tensor, place.shape, place.first_row)
+            parts[f"optim.{name}.{kind}"] = Part(tensor, place.shape, place.first_row, place.order)
     return {name: part for name, part in parts.items() if part.tensor.numel() or not part.shape}
 
 
@@ -147,7 +154,7 @@ def write(folder: Path, step: int, parts: Parts, content: dict[str, Any], group:
     """
     partial = files.partial_of(folder, step)
     try:
-        writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+        writer = _Writer(partial, single_file_per_rank=True, sync_files=True)
         dcp.save({}, storage_writer=writer, planner=_Saving(parts), **group.dcp_options)
         mine = {p.name: files.measure(p) for p in partial.glob(f"__{group.rank}_*")}
         if group.rank == 0:
@@ -230,32 +237,53 @@ class Saved:
         return part.tensor
 
 
+class _Writer(dcp.FileSystemWriter):
+    """DCP's, but what the disk said is the error, not torch.save's, which only finds itself at a wrong place."""
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, OSError):
+                found = found.__cause__ or found.__context__
+            raise (error if found is None else found) from None
+
+
+def _rows_by_place(parts: Parts) -> dict[tuple[str, torch.Size], Tensor]:
+    """A tensor's name and the place of a chunk of it -> the chunk's memory."""
+    return {
+        (name, chunk.offsets): rows for name, part in parts.items() for chunk, rows in part.chunks
+    }
+
+
 class _Saving(dcp.DefaultSavePlanner):
-    """One write for each part; DCP drops the copies of replicated rows and checks that all rows are there."""
+    """One write for each chunk; DCP drops the copies of replicated rows and checks that all rows are there."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
+        self._parts, self._rows = parts, _rows_by_place(parts)
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(
             [
                 WriteItem(
-                    index=MetadataIndex(name, part.chunk.offsets),
+                    index=MetadataIndex(name, chunk.offsets),
                     type=WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        chunk=part.chunk,
+                        chunk=chunk,
                         properties=TensorProperties(dtype=part.tensor.dtype),
                         size=torch.Size(part.shape),
                     ),
                 )
                 for name, part in self._parts.items()
+                for chunk, _ in part.chunks
             ]
         )
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._parts[index.fqn].tensor
+        return self._rows[index.fqn, index.offset]
 
 
 class _Loading(dcp.DefaultLoadPlanner):
@@ -263,7 +291,7 @@ class _Loading(dcp.DefaultLoadPlanner):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
+        self._parts, self._rows = parts, _rows_by_place(parts)
 
     def create_local_plan(self) -> LoadPlan:
         saved = self.metadata.state_dict_metadata
@@ -271,12 +299,14 @@ class _Loading(dcp.DefaultLoadPlanner):
             [
                 item
                 for name, part in self._parts.items()
-                for item in create_read_items_for_chunk_list(name, saved[name], [part.chunk])
+                for item in create_read_items_for_chunk_list(
+                    name, saved[name], [chunk for chunk, _ in part.chunks]
+                )
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._parts[index.fqn].tensor
+        return self._rows[index.fqn, index.offset]
 
 
 def _reason(error: BaseException) -> str:

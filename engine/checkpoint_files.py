@@ -109,6 +109,11 @@ def remove(state: Path) -> None:
     shutil.rmtree(gone)
 
 
+def discard(folder: Path, step: int) -> None:
+    """Removes what there is of a state that could not be written; what cannot be removed is left to `sweep`."""
+    shutil.rmtree(partial_of(folder, step), ignore_errors=True)
+
+
 def prune(folder: Path, *, keep_last: int, keep_every: int) -> list[str]:
     """Removes all but the newest `keep_last` states and those of every `keep_every`-th step (0: none).
 

@@ -4,7 +4,8 @@ The ranks of an expert group share the experts: rank e of n holds experts e*E/n 
 from this rank's T tokens to the rows that the ranks of the group receive, and its adjoint:
 
     spread    (T, ...) -> (R+1, ...)     copies of tokens, to where an expert needs them; the last row is zeros
-    collect   (R+1, ...) -> (T, ...)     for each token the sum of its copies' rows, in float32 in rank order
+    collect   (R+1, ...) -> (T, ...)     for each token the sum of its copies' rows, in float32 in rank order;
+                                         in two steps, `send_back` and `add_up`
 
 Inputs and routing weights are spread, partial sums collected; in the backward pass gradients of the sums are spread,
 those of inputs and weights collected. So the two autograd Functions are each other's backward pass.
@@ -15,9 +16,10 @@ holds one of its experts or more. The host has to know how many: one wait a laye
 enqueues between start and finish, and none in a recomputation or in the backward pass, because a route is kept as long
 as the routing that it was made for. No token is dropped, and any rank may receive nothing.
 
-Rows of partial sums travel in the model's dtype, routing weights in float32, ids as int32. In the forward pass `Gather`
-sends while the shared expert computes. In the backward pass a rank waits for its rows: the two `backward` below are
-where a GPU could hide that.
+Rows of partial sums travel in the model's dtype, routing weights in float32, ids as int32. In the forward pass the
+shared expert's two products cover the two journeys: `Gather` spreads under the up product, both send back under the
+down product. In a recomputation whose sums nobody reads nothing is sent back. In the backward pass a rank waits for its
+rows: the two `backward` below are where a GPU could hide that.
 
 **The row of zeros.** The kernels know nothing of ranks: they take rows of K choices among the experts at hand. A choice
 of an expert elsewhere is sorted behind all experts, where no product reaches it, and where its result would be looked
@@ -25,7 +27,8 @@ up it points to the place of a choice that the row of zeros has of the first exp
 zero, forward and backward, so that no kernel needs a special case and shapes stay static.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import cycle
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,7 +40,7 @@ from torch.func import functional_call
 
 from hymoe.engine.parallel_wire import Wire, sum_in_order
 from hymoe.kernels.route import Routing, sort_by_expert
-from hymoe.model.moe import Experts
+from hymoe.model.moe import Experts, Finish, Sums
 
 PURPOSE = "exchange"  # key of these bytes in `Wire.sent`
 
@@ -59,11 +62,14 @@ class Route(Protocol):
     def spread(self, x: Tensor, fill: int = 0, is_async: bool = False) -> Tensor:
         """The received rows; where asynchronous they are there after `wait`. `fill` is in rows that are nobody's."""
 
-    def collect(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Tensor:
+        """Sends the rows to where they came from; they are there, for `add_up`, after `wait`."""
+
+    def add_up(self, parts: Tensor) -> Tensor:
         """The tokens' sums."""
 
     def wait(self) -> None:
-        """Waits for rows that were spread asynchronously."""
+        """Waits for rows that are under way."""
 
 
 class _Waiting:
@@ -106,12 +112,17 @@ class Gather(_Waiting):
         self._note(self._wire.all_gather(rows[:-1], x, self._group, PURPOSE, is_async))
         return rows
 
-    def collect(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Tensor:
         """See `Route`."""
-        parts = torch.empty_like(rows[:-1], memory_format=torch.contiguous_format)
-        self._wire.all_to_all(parts, rows[:-1].contiguous(), self._group, PURPOSE)
-        parts = parts.view(self._size, self._most, *rows.shape[1:])
-        return sum_in_order(parts[:, : self._own]).to(rows.dtype)
+        rows = rows[:-1].contiguous()
+        parts = torch.empty_like(rows)
+        self._note(self._wire.all_to_all(parts, rows, self._group, PURPOSE, is_async=True))
+        return parts
+
+    def add_up(self, parts: Tensor) -> Tensor:
+        """See `Route`."""
+        by_rank = parts.view(self._size, self._most, *parts.shape[1:])
+        return sum_in_order(by_rank[:, : self._own]).to(parts.dtype)
 
 
 class Dedup(_Waiting):
@@ -175,20 +186,26 @@ class Dedup(_Waiting):
         self._note(work)
         return rows
 
-    def collect(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Tensor:
         """See `Route`."""
-        back = rows.new_empty(sum(self._sent) + 1, *rows.shape[1:])
-        back[-1] = 0
-        self._wire.all_to_all(
-            *(back[:-1], rows[:-1].contiguous(), self._group, PURPOSE),
+        parts = rows.new_empty(sum(self._sent) + 1, *rows.shape[1:])
+        parts[-1] = 0
+        work = self._wire.all_to_all(
+            *(parts[:-1], rows[:-1].contiguous(), self._group, PURPOSE),
             out_rows=self._sent,
             x_rows=self._received,
+            is_async=True,
         )
-        shape = (self._place.shape[1], *rows.shape[1:])
-        total = rows.new_zeros(shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+        self._note(work)
+        return parts
+
+    def add_up(self, parts: Tensor) -> Tensor:
+        """See `Route`."""
+        shape = (self._place.shape[1], *parts.shape[1:])
+        total = parts.new_zeros(shape, dtype=torch.promote_types(parts.dtype, torch.float32))
         for place in self._place:
-            total += back.index_select(0, place)
-        return total.to(rows.dtype)
+            total += parts.index_select(0, place)
+        return total.to(parts.dtype)
 
 
 class _Spread(torch.autograd.Function):
@@ -199,18 +216,22 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, drows: Tensor):
-        return ctx.route.collect(drows), None, None
+        parts = ctx.route.send_back(drows)
+        ctx.route.wait()
+        return ctx.route.add_up(parts), None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx, rows: Tensor, parts: Tensor, route: Route) -> Tensor:
+        """`parts` is what `rows`, from which gradients come, became when they were sent back."""
         ctx.route = route
-        return route.collect(rows)
+        route.wait()
+        return route.add_up(parts)
 
     @staticmethod
     def backward(ctx, dx: Tensor):
-        return ctx.route.spread(dx), None
+        return ctx.route.spread(dx), None, None
 
 
 class ExpertExchange:
@@ -229,25 +250,24 @@ class ExpertExchange:
         self._kind, self._group, self._wire = kind, group, wire
         self._experts = num_experts // dist.get_world_size(group)
         self._first = self._experts * dist.get_rank(group)
-        self._tokens: list[int] = []
+        self._tokens: Iterator[list[int]] = iter(())  # of every rank, for the next row
         self._routes: WeakKeyDictionary[Routing, Route] = WeakKeyDictionary()
 
-    def agree_on_tokens(self, hosts: dist.ProcessGroup, tokens: int) -> None:
+    def agree_on_tokens(self, hosts: dist.ProcessGroup, tokens: list[int]) -> None:
         """Tells the group how many tokens this rank brings to the forward pass that begins; collective.
 
         Args:
             hosts: the same ranks in a group for CPU tensors, so that no device is asked.
-            tokens: T.
+            tokens: T of each row; as many rows on every rank.
         """
         if self._kind == "gather":
-            numbers = torch.empty(dist.get_world_size(hosts), dtype=torch.int64)
-            self._wire.all_gather(numbers, torch.tensor([tokens]), hosts, PURPOSE)
-            self._tokens = numbers.tolist()
+            numbers = torch.empty(dist.get_world_size(hosts) * len(tokens), dtype=torch.int64)
+            self._wire.all_gather(numbers, torch.tensor(tokens), hosts, PURPOSE)
+            # Every layer takes the rows in turn.
+            self._tokens = cycle(numbers.view(-1, len(tokens)).T.tolist())
 
-    def __call__(
-        self, experts: Experts, x: Tensor, weights: Tensor, routing: Routing
-    ) -> Callable[[], Tensor]:
-        """Sends what can be sent; what is returned waits for it, computes, and gives the sums (T, D)."""
+    def __call__(self, experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Finish:
+        """Sends what can be sent; see `hymoe.model.moe.Exchange` for what is returned."""
         route = self._routes.get(routing)
         if route is None:
             route = self._routes[routing] = self._new_route(routing)
@@ -255,7 +275,7 @@ class ExpertExchange:
         # the gradients that meet in x would be added in another order.
         sent = None if route.asks else self._send(route, x, weights, routing)
 
-        def finish() -> Tensor:
+        def finish(is_read: bool) -> Sums:
             route.settle()
             rows, row_weights = sent or self._send(route, x, weights, routing)
             route.wait()
@@ -263,14 +283,17 @@ class ExpertExchange:
                 *(route.ids, self._first, self._experts, experts.kernels), is_static=x.is_cuda
             )
             stacks = {name: _own(stack) for name, stack in experts.named_parameters()}
-            partial = functional_call(experts, stacks, (rows, row_weights, here))
-            return _Collect.apply(partial, route)
+            partial = functional_call(experts, stacks, (rows, row_weights, here, is_read))
+            if not is_read:
+                return lambda: torch.empty_like(x)
+            parts = route.send_back(partial.detach())
+            return lambda: _Collect.apply(partial, parts, route)
 
         return finish
 
     def _new_route(self, routing: Routing) -> Route:
         if self._kind == "gather":
-            return Gather(self._wire, self._group, self._tokens)
+            return Gather(self._wire, self._group, next(self._tokens))
         return Dedup(self._wire, self._group, routing.ids, self._experts)
 
     @staticmethod

@@ -11,8 +11,46 @@ from torch import Tensor
 from hymoe.engine.hf_checkpoint import Checkpoint, export_dtypes, read_local_rows
 from hymoe.engine.hf_rows import local_rows
 from hymoe.engine.optim import Optimizer
-from hymoe.kernels.rounding import EXPORT_DOMAIN, join_master, stochastic_round, update_sums
+from hymoe.kernels.rounding import (
+    EXPORT_DOMAIN,
+    export_bf16,
+    join_master,
+    stochastic_round,
+    update_sums,
+)
 from hymoe.model.net import HybridLM
+
+
+def file_values(
+    weight: Tensor,
+    remainder: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    key: int,
+    offset: int,
+    step: int | Tensor,
+) -> Tensor:
+    """Rows of a trained parameter as its file gets them; the same from a live run and from a saved state.
+
+    Args:
+        weight: (rows, ...) bf16 or float32, contiguous.
+        remainder: int16 of the same shape where the weight is one half of an exact master.
+        dtype: what the file holds.
+        seed: the run's.
+        key: of the parameter's random bits, see `optim.parameter_keys`.
+        offset: index of the first element in the whole parameter.
+        step: count of applied steps, int or () int64.
+
+    Returns:
+        (rows, ...) in `dtype`; the weight itself where there is nothing to round.
+    """
+    bits = {"seed": seed, "key": key, "offset": offset, "step": step}
+    if dtype != torch.bfloat16:
+        return (weight if remainder is None else join_master(weight, remainder)).to(dtype)
+    if weight.dtype != torch.bfloat16:
+        return stochastic_round(weight.contiguous(), **bits, domain=EXPORT_DOMAIN)
+    return weight if remainder is None else export_bf16(weight, remainder, **bits)
 
 
 class TrainedValues:
@@ -38,23 +76,19 @@ class TrainedValues:
             return None
         weight = local_rows(name, parameter).local
         remainder = self._optimizer.state()[name].get("remainder")
-        file = self._rounded(name, weight, remainder)
+        bits = {"seed": self._optimizer.seed, "key": self._optimizer.keys[name]}
+        bits |= {"step": self._optimizer.count}
+        pieces = [
+            file_values(
+                weight[rows],
+                None if remainder is None else remainder[rows],
+                self._dtypes[name],
+                **bits,
+                offset=offset,
+            )
+            for rows, offset in self._optimizer.shards[name].pieces(len(weight))
+        ]
+        file = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         base = read_local_rows(self._base, self._specs, name, parameter).to(weight.device)
         self.sums += update_sums(base, weight, remainder, file)
         return file
-
-    def _rounded(self, name: str, weight: Tensor, remainder: Tensor | None) -> Tensor:
-        dtype = self._dtypes[name]
-        if dtype == torch.bfloat16:
-            if weight.dtype == torch.bfloat16:
-                return self._optimizer.exported(name)
-            place = self._optimizer.shards[name]
-            return stochastic_round(
-                weight.contiguous(),
-                seed=self._optimizer.seed,
-                key=self._optimizer.keys[name],
-                offset=place.offset,
-                step=self._optimizer.count,
-                domain=EXPORT_DOMAIN,
-            )
-        return (weight if remainder is None else join_master(weight, remainder)).to(dtype)

@@ -1,5 +1,6 @@
 """What ends a run from outside, in one line: memory that is not there, a rank that has died."""
 
+import errno
 import os
 import sys
 import threading
@@ -22,6 +23,9 @@ LOST = (
     "remote process exited",
     "connectfullmesh failed",
 )
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFailed(RuntimeError):
@@ -98,6 +102,8 @@ def explain(error: BaseException, doing: str, recipe: Recipe) -> RunFailed | Non
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     if _is_out_of_memory(error):
         return RunFailed(f"out of memory, {doing}: {first.rstrip('.')}. {_remedy(recipe)}")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return RunFailed(f"{error.strerror}, {doing}; make room, the same command goes on")
     if _is_lost_peer(error):
         return PeerLost(
             f"another rank has died, {doing}; nothing was saved after the last line 'saved'"

@@ -1,8 +1,9 @@
 """HF checkpoints in and out: `load_pretrained`, `save_pretrained`, and their parts.
 
 Loading fills existing memory and nothing else: each rank reads the rows that it holds, straight into
-its parameters, so its private memory peaks at its shard plus one slice (`hf_index.SLICE_BYTES`). A
-tensor that was loaded is never initialised again, and one that was not loaded is an error.
+its parameters, so its private memory peaks at its shard, and where a dtype or device changes a slice
+(`hf_index.SLICE_BYTES`) of each of READERS threads. A tensor that was loaded is never initialised
+again, and one that was not loaded is an error.
 
 Dtypes: with `dtype=None` a parameter has the dtype of the file; a stack whose experts disagree has the
 smallest that holds them all (nothing is lost, and the export gives each expert its own back). With a
@@ -11,6 +12,7 @@ always: BF16 would merge its values (NVIDIA-NeMo/Automodel#2553).
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from hymoe.engine.errors import UserError
 from hymoe.engine.hf_export import save_pretrained
 from hymoe.engine.hf_index import SLICE_BYTES, Checkpoint
 from hymoe.engine.hf_plan import ExportPlan, export_dtypes, plan_export
-from hymoe.engine.hf_rows import check_names, local_rows, named_tensors
+from hymoe.engine.hf_rows import LocalRows, check_names, local_rows, named_tensors
 from hymoe.model.config import HybridConfig
 from hymoe.model.names import Spec, by_parameter, is_small
 from hymoe.model.net import HybridLM
@@ -41,6 +43,11 @@ __all__ = [
     "save_pretrained",
 ]
 
+Piece = tuple[str, torch.Tensor, int]  # tensor of the file, where its rows go, the first of them
+
+READERS = (
+    4  # threads of a rank; with more, slices that are converted would be held by more at a time
+)
 ROUTER_BIAS = "e_score_correction_bias"
 NEAR_ZERO = 1e-3  # of the median norm; rows that no training touched were seen at 1e-17
 
@@ -158,14 +165,31 @@ def load_weights(
         part = local_rows(name, tensor)
         if part.local.is_meta:
             raise ValueError(f"{name} is on the meta device: give the model memory before loading")
-        pieces += _pieces(specs, files[name], part.local, part.begin)
-    total, done = sum(checkpoint.nbytes(file, len(into)) for file, into, _ in pieces), 0
-    for file, into, begin in pieces:
-        checkpoint.read_into(file, into, begin)
-        done += checkpoint.nbytes(file, len(into))
-        if progress is not None:
-            progress(done, total)
+        pieces += _pieces(specs, files[name], part.local, part)
+    _read(checkpoint, pieces, progress)
     lm.source = checkpoint.folder
+
+
+def _read(
+    checkpoint: Checkpoint, pieces: list[Piece], progress: Callable[[int, int], None] | None
+) -> None:
+    """Fills all pieces, in the order in which they lie in the files, by READERS threads.
+
+    While one waits for the disk another copies, and a remote file system is asked for several things at a time.
+    """
+    pieces = sorted(pieces, key=lambda piece: checkpoint.place(piece[0], piece[2]))
+    sizes = [checkpoint.nbytes(file, len(into)) for file, into, _ in pieces]
+    total, done = sum(sizes), 0
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            reads = [pool.submit(checkpoint.read_into, *piece) for piece in pieces]
+            for read, size in zip(reads, sizes, strict=True):
+                read.result()
+                done += size
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def read_local_rows(
@@ -185,22 +209,18 @@ def read_local_rows(
     files = [file for file, spec in specs.items() if spec.param == name]
     part = local_rows(name, tensor)
     rows = torch.empty(part.local.shape, dtype=checkpoint.dtype(files))
-    for file, into, begin in _pieces(specs, files, rows, part.begin):
+    for file, into, begin in _pieces(specs, files, rows, part):
         checkpoint.read_into(file, into, begin)
     return rows
 
 
-Piece = tuple[str, torch.Tensor, int]  # tensor of the file, where its rows go, the first of them
-
-
 def _pieces(
-    specs: Mapping[str, Spec], files: list[str], rows: torch.Tensor, begin: int
+    specs: Mapping[str, Spec], files: list[str], rows: torch.Tensor, part: LocalRows
 ) -> list[Piece]:
-    """What to read for the rows of a parameter from row `begin` on; of a stack, an expert is a row."""
+    """What to read into `rows`, which are those of `part`; of a stack, an expert is a row."""
     if specs[files[0]].expert is None:
-        return [(files[0], rows, begin)]
-    mine = files[begin : begin + len(rows)]
-    return [(file, rows[row], 0) for row, file in enumerate(mine)]
+        return [(files[0], rows, part.begin)]
+    return [(files[expert], rows[row], 0) for row, expert in enumerate(part.numbers)]
 
 
 def near_zero_rows(source: nn.Module | Checkpoint) -> list[int]:

@@ -11,7 +11,7 @@ stops all of them and removes it; one that a kill left behind is removed by the 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,6 +72,48 @@ def save_pretrained(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return plan
+
+
+def save_pieces(
+    plan: ExportPlan,
+    lm: nn.Module,
+    pieces: Iterable[tuple[str, int, torch.Tensor]],
+    progress: Progress | None = None,
+) -> None:
+    """Writes an HF folder in one process from pieces of tensors that come one after the other.
+
+    For a model that is nowhere in memory. What the base only passes through is added here.
+
+    Args:
+        plan: from `plan_export`.
+        lm: its model; on the meta device, say.
+        pieces: (name in the file, first row, (rows, ...) of any dtype); together every row of `plan.specs` once.
+        progress: called with (bytes written, bytes to write).
+
+    Raises:
+        UserError: the disk is full, or refuses.
+        RuntimeError: the pieces do not make up the whole.
+    """
+    partial = plan.target.with_name(f".{plan.target.name}.partial")
+
+    def write() -> dict[int, int]:
+        out = _Shards(plan, partial, plan.total_size, progress)
+        try:
+            for name, begin, rows in pieces:
+                out.put(plan.tensors[name], begin, rows)
+            for entry in passed_through(plan.base):
+                out.put_bytes(plan.tensors[entry.name], plan.base.raw(entry.name))
+        finally:
+            out.close()
+        return out.written
+
+    try:
+        _together(lambda: _create(plan, partial))
+        written = _together(write)
+        _together(lambda: _finish(plan, lm, partial, [written]))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _create(plan: ExportPlan, partial: Path) -> None:
@@ -148,12 +190,12 @@ def _pieces(
     plan: ExportPlan, files: list[str], rows: torch.Tensor, part: LocalRows
 ) -> Iterator[tuple[Planned, int, torch.Tensor]]:
     """Rows of a parameter -> (tensor of the file, first row in it, its rows)."""
+    if plan.specs[files[0]].expert is not None:
+        for row, expert in enumerate(part.numbers):
+            yield plan.tensors[files[expert]], 0, rows[row]
+        return
     for file in files:
-        expert = plan.specs[file].expert
-        if expert is None:
-            yield plan.tensors[file], part.begin, rows
-        elif part.begin <= expert < part.begin + len(rows):
-            yield plan.tensors[file], 0, rows[expert - part.begin]
+        yield plan.tensors[file], part.begin, rows
 
 
 def _row_bytes(planned: Planned) -> int:

@@ -1,20 +1,17 @@
 """A read-only view of a checkpoint folder: config, index, shards; everything checked before data is read.
 
-The safetensors format is 8 bytes of header length, a JSON header (name -> dtype, shape, begin and end
-of its bytes), then the bytes. It is read here by `pread`: a mapped page counts as the memory of every
-rank that touches it, and an own reader can refuse a bad file before it allocates what the file claims.
+Files are read by `pread`: a mapped page counts as the memory of every rank that touches it. `hf_header` reads what
+they hold, and refuses a bad file before it allocates what the file claims.
 
 Which files count: `config.json`, and `model.safetensors` or the shards that
 `model.safetensors.index.json` names. A shard is a plain file name in the folder; a link must lead
-to a file of the folder, or, in a download cache (`models--*/snapshots/*/`), of its `blobs/`.
+to a file of the folder, or, in a download cache (`models--*/snapshots/*/`), of its `blobs/`. The same
+holds for `config.json` and the index.
 """
 
-import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -22,23 +19,23 @@ from typing import Any
 import torch
 
 from hymoe.engine.errors import UserError
+from hymoe.engine.hf_header import (
+    MAX_HEADER_BYTES,
+    Entry,
+    check_name,
+    described,
+    opened,
+    parse_json,
+    read_header,
+)
 from hymoe.model.config import HybridConfig
 from hymoe.model.names import Spec, tensor_specs
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SLICE_BYTES = 4 << 20  # what passes through memory at a time where a dtype or device is changed
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit; 42,000 tensors need 6 MB
 PREFIXES = ("backbone.", "model.")
 PASSED_THROUGH = ("mtp.",)  # unexpected, but known: not trained, exported as it came
-BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
-    **dict.fromkeys(("F8_E5M2FNUZ", "F8_E4M3FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
-}
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -47,18 +44,6 @@ TORCH_DTYPES = {
 }
 # Ends of names that quantisers add beside a weight, or put in its place.
 QUANTISED = ("_scale", "_scale_2", "_scale_inv", "_packed", ".qweight", ".qzeros", ".scales")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a tensor lies: dtype as the file spells it, and the range of its bytes in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    start: int
-    nbytes: int
 
 
 class Checkpoint:
@@ -89,11 +74,15 @@ class Checkpoint:
         config = folder / "config.json"
         if not config.is_file():
             raise UserError(f"{folder}: no config.json; expected a checkpoint in HF format")
-        if not isinstance(_json(config, config.read_bytes()), dict):
+        if not isinstance(_read_json(folder, config.name), dict):
             raise UserError(f"{config}: expected a JSON object")
         weight_map = _weight_map(folder)
-        shards = {shard: _shard_file(folder, shard, weight_map) for shard in weight_map.values()}
-        entries = {shard: _read_header(file) for shard, file in shards.items()}
+        first = {shard: tensor for tensor, shard in reversed(weight_map.items())}
+        shards = {
+            shard: _shard_file(folder, shard, first[shard], weight_map)
+            for shard in dict.fromkeys(weight_map.values())
+        }
+        entries = {shard: read_header(file) for shard, file in shards.items()}
         if not (folder / INDEX).is_file():
             return cls(folder, entries[SINGLE])
         return cls(folder, _match(folder / INDEX, weight_map, entries))
@@ -159,6 +148,11 @@ class Checkpoint:
         entry = self.entries[name]
         return entry.nbytes // max(1, entry.shape[0]) * rows
 
+    def place(self, name: str, row: int) -> tuple[Path, int]:
+        """The file and the byte in it where a row of dim 0 begins."""
+        entry = self.entries[name]
+        return entry.file, entry.start + self.nbytes(name, row)
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows [begin, end) of dim 0 as a new CPU tensor in the file's dtype."""
         entry = self.entries[name]
@@ -192,7 +186,7 @@ class Checkpoint:
         direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         step = len(out) if direct else min(len(out), max(1, SLICE_BYTES // row_bytes))
         buffer = None if direct else torch.empty((step, *out.shape[1:]), dtype=dtype)
-        with _opened(entry.file) as fd:
+        with opened(entry.file) as fd:
             for row in range(0, len(out), step):
                 into = out[row : row + step]
                 rows = into if buffer is None else buffer[: len(into)]
@@ -203,7 +197,7 @@ class Checkpoint:
     def raw(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor of any dtype, in slices."""
         entry = self.entries[name]
-        with _opened(entry.file) as fd:
+        with opened(entry.file) as fd:
             for done in range(0, entry.nbytes, SLICE_BYTES):
                 piece = bytearray(min(SLICE_BYTES, entry.nbytes - done))
                 _pread(fd, memoryview(piece), entry.start + done, entry)
@@ -250,6 +244,18 @@ def contained(folder: Path, name: str) -> Path | None:
     return None
 
 
+def _read_json(folder: Path, name: str) -> Any:
+    """The content of config.json or the index, both at most as large as a header may be."""
+    file = folder / name
+    if contained(folder, name) is None:
+        raise UserError(f"{file}: a link out of the folder, to {os.path.realpath(file)}")
+    with opened(file) as fd:
+        size = os.fstat(fd).st_size
+        if size > MAX_HEADER_BYTES:
+            raise UserError(f"{file}: {size} bytes; expected at most {MAX_HEADER_BYTES}")
+        return parse_json(file, os.pread(fd, size, 0))
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor -> shard by the index; of a folder with one file, which names no tensors: {"": SINGLE}."""
     index, single = folder / INDEX, folder / SINGLE
@@ -260,13 +266,16 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise UserError(
             f"{folder}: no {SINGLE} and no {INDEX}; expected one of them, found {_few(other)}"
         )
-    content = _json(index, index.read_bytes())
+    content = _read_json(folder, INDEX)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: no weight_map; expected an object tensor -> shard file")
     for tensor, shard in weight_map.items():
+        check_name(index, tensor)
         if not isinstance(shard, str):
-            raise UserError(f"{index}: tensor {tensor}: shard {shard!r}; expected a file name")
+            raise UserError(
+                f"{index}: tensor {tensor}: shard {described(shard)}; expected a file name"
+            )
     if single.exists() and set(weight_map.values()) != {SINGLE}:
         raise UserError(
             f"{folder}: both {SINGLE} and {INDEX}, which does not mean that file; remove one"
@@ -274,22 +283,31 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _shard_file(folder: Path, shard: str, weight_map: dict[str, str]) -> Path:
-    """The file of a shard, refused unless it is one of the folder; no shard has been opened yet."""
-    tensor = next(name for name, file in weight_map.items() if file == shard)
+def _shard_file(folder: Path, shard: str, tensor: str, weight_map: dict[str, str]) -> Path:
+    """The file of a shard, refused unless it is one of the folder; no shard has been opened yet.
+
+    `tensor` is the first that should be in it, for the message.
+    """
     where = (
-        f"{folder / INDEX}: tensor {tensor}: shard {shard!r}" if tensor else f"{folder}: {shard}"
+        f"{folder / INDEX}: tensor {tensor}: shard {described(shard)}"
+        if tensor
+        else f"{folder}: {shard}"
     )
-    plain = shard not in ("", ".", "..") and not any(c in shard for c in "/\\\0")
-    if not plain:
+    is_plain = shard not in ("", ".", "..") and not any(c in shard for c in "/\\\0")
+    if not is_plain or not shard.isprintable():
         raise UserError(f"{where} is not a plain file name; expected a file of this folder")
     file = folder / shard
-    if contained(folder, shard) is None:
-        raise UserError(f"{where} is a link out of the folder, to {os.path.realpath(file)}")
-    if not file.exists():
+    try:
+        if contained(folder, shard) is None:
+            raise UserError(f"{where} is a link out of the folder, to {os.path.realpath(file)}")
+        exists = file.exists()
+        is_regular = exists and stat.S_ISREG(file.stat().st_mode)
+    except OSError as error:
+        raise UserError(f"{where} cannot be looked at ({error.strerror})") from None
+    if not exists:
         count = sum(other == shard for other in weight_map.values())
         raise UserError(f"{where} is missing from the folder; {count} tensors should be in it")
-    if not stat.S_ISREG(file.stat().st_mode):
+    if not is_regular:
         raise UserError(f"{where} is not a regular file")
     return file
 
@@ -312,99 +330,6 @@ def _match(
                     f"{index}: tensor {tensor} is twice there, in {weight_map[tensor]} and {shard}"
                 )
     return {tensor: entries[shard][tensor] for tensor, shard in weight_map.items()}
-
-
-def _read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one safetensors file, its size compared with what the header needs."""
-    with _opened(file) as fd:
-        size = os.fstat(fd).st_size
-        if size < 8:
-            raise UserError(f"{file}: {size} bytes; expected a safetensors file of 8 bytes or more")
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise UserError(
-                f"{file}: header length {length} in a file of {size} bytes; expected at most "
-                f"{min(size - 8, MAX_HEADER_BYTES)}: truncated, or no safetensors file"
-            )
-        header = _json(file, os.pread(fd, length, 8))
-    if not isinstance(header, dict):
-        raise UserError(f"{file}: header is no JSON object")
-    header.pop("__metadata__", None)
-    start = 8 + length
-    entries = [_entry(file, start, name, value) for name, value in header.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
-    end = start
-    for entry in entries:
-        if entry.start != end:
-            raise UserError(
-                f"{file}: tensor {entry.name} begins at byte {entry.start}; expected {end}: "
-                "tensors overlap or leave a hole"
-            )
-        end += entry.nbytes
-    if size != end:
-        what = "truncated" if size < end else "trailing bytes"
-        raise UserError(f"{file}: {size} bytes; expected {end} by its header: {what}")
-    return {entry.name: entry for entry in entries}
-
-
-def _entry(file: Path, data: int, name: str, value: Any) -> Entry:
-    """One line of a header, checked."""
-    value = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise UserError(
-            f"{file}: tensor {name}: expected dtype, shape and data_offsets in its header"
-        )
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise UserError(f"{file}: tensor {name}: unknown dtype {dtype!r}")
-    begin, end = offsets
-    bits = math.prod(shape) * BITS[dtype]
-    if (end - begin) * 8 != bits:
-        raise UserError(
-            f"{file}: tensor {name}: {end - begin} bytes by its offsets; expected {bits / 8:g} for "
-            f"{dtype} {shape}"
-        )
-    return Entry(name, dtype, tuple(shape), file, data + begin, end - begin)
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
-
-
-def _json(file: Path, content: bytes) -> Any:
-    """Parses JSON, refusing a key that occurs twice: two readers would choose differently."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise UserError(f"{file}: key {twice} occurs twice")
-        return found
-
-    try:
-        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique)
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not valid JSON ({error})") from None
-
-
-class _opened:
-    """A file descriptor for reading, closed on exit; a file that cannot be opened is a UserError."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> int:
-        try:
-            self.fd = os.open(self.file, os.O_RDONLY)
-        except OSError as error:
-            raise UserError(f"{self.file}: cannot be opened ({error.strerror})") from None
-        return self.fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -10,8 +10,8 @@
   every tensor is aligned, which readers ask for.
 - **Carried over**: the regular files at the top of the base folder and in CARRY_FOLDERS (config,
   tokenizer, templates, generation settings, the `.py` files of auto_map, model card), byte for byte. Not:
-  weights and their indices (WEIGHTS), names that begin with a dot, files above CARRY_BYTES, links that
-  lead out (`hf_index.contained`). The plan lists what is left out and why.
+  weights and their indices (WEIGHTS), hashes of the base's files (`hf_hashes`), names that begin with a dot,
+  files above CARRY_BYTES, links that lead out (`hf_index.contained`). The plan lists what is left out and why.
 """
 
 import json
@@ -28,15 +28,9 @@ import torch
 from torch import nn
 
 from hymoe.engine.errors import UserError
-from hymoe.engine.hf_index import (
-    BITS,
-    PASSED_THROUGH,
-    SINGLE,
-    TORCH_DTYPES,
-    Checkpoint,
-    Entry,
-    contained,
-)
+from hymoe.engine.hf_hashes import states_hashes
+from hymoe.engine.hf_header import BITS, Entry
+from hymoe.engine.hf_index import PASSED_THROUGH, SINGLE, TORCH_DTYPES, Checkpoint, contained
 from hymoe.engine.hf_rows import check_names
 from hymoe.model.names import Spec, is_small, tensor_specs
 
@@ -110,6 +104,7 @@ def plan_export(
     *,
     max_shard_size: int | str = "5GB",
     base: str | Path | None = None,
+    shards: int | None = None,
 ) -> ExportPlan:
     """Plans and checks an export without writing: called before training, it cannot fail only at the end.
 
@@ -118,24 +113,30 @@ def plan_export(
         path: the folder to be, absent or empty.
         max_shard_size: bytes of a file, or a string such as "4GB" (10^9) or "500MiB" (2^20).
         base: the HF folder that the model came from.
+        shards: exactly so many files, the largest as small as can be; `max_shard_size` does not count then.
 
     Raises:
-        UserError: the target is not empty, the base does not fit the model, the disk is too small.
+        UserError: the target is not empty, the base does not fit the model, more shards than tensors, the disk
+            is too small.
         ValueError: the model has a tensor that checkpoints have no name for, or lacks one.
     """
     target = _free_target(Path(path))
     limit = _size(max_shard_size)
     checkpoint = _base(lm, base)
-    specs = _specs(lm, checkpoint)
+    specs = export_specs(lm, checkpoint)
     check_names(lm, specs)
-    tensors, shards = _pack(list(_wanted(specs, lm.config.dtype, checkpoint)), limit)
+    wanted = list(wanted_tensors(specs, lm.config.dtype, checkpoint))
+    costs = [_cost(tensor) for tensor in wanted]
+    even = shards is not None
+    groups = _even_groups(wanted, costs, shards) if even else _groups(wanted, costs, limit)
+    tensors, files = _pack(groups)
     carried, skipped = _carry(checkpoint.folder) if checkpoint else ([], {})
     if checkpoint is not None and "config.json" not in carried:
         reason = skipped.get("config.json")
         raise UserError(f"{checkpoint.folder}: config.json cannot be carried over: {reason}")
     if checkpoint is None and not lm.config.to_dict():
         raise UserError(f"{path}: no base folder and no config.json to write; give a base")
-    plan = ExportPlan(target, checkpoint, specs, tensors, shards, carried, skipped)
+    plan = ExportPlan(target, checkpoint, specs, tensors, files, carried, skipped)
     _check_disk(plan)
     return plan
 
@@ -146,10 +147,10 @@ def export_dtypes(lm: nn.Module, base: str | Path | None = None) -> dict[str, to
     Of a stack whose experts differ: the smallest dtype that holds them all.
     """
     checkpoint = _base(lm, base)
-    specs = _specs(lm, checkpoint)
+    specs = export_specs(lm, checkpoint)
     dtypes = {
         p.name: TORCH_DTYPES[p.dtype]
-        for p in _wanted(specs, lm.config.dtype, checkpoint)
+        for p in wanted_tensors(specs, lm.config.dtype, checkpoint)
         if p.name in specs
     }
     found: dict[str, torch.dtype] = {}
@@ -163,7 +164,7 @@ def _base(lm: nn.Module, base: str | Path | None) -> Checkpoint | None:
     return None if folder is None else Checkpoint.open(folder)
 
 
-def _specs(lm: nn.Module, checkpoint: Checkpoint | None) -> dict[str, Spec]:
+def export_specs(lm: nn.Module, checkpoint: Checkpoint | None) -> dict[str, Spec]:
     """File name -> Spec of everything that the model supplies."""
     if checkpoint is None:
         return tensor_specs(lm.config)
@@ -174,7 +175,7 @@ def _specs(lm: nn.Module, checkpoint: Checkpoint | None) -> dict[str, Spec]:
     return specs
 
 
-def _wanted(
+def wanted_tensors(
     specs: dict[str, Spec], config_dtype: str, checkpoint: Checkpoint | None
 ) -> Iterator[Planned]:
     """Every tensor of the export, not yet placed."""
@@ -193,19 +194,43 @@ def passed_through(checkpoint: Checkpoint | None) -> list[Entry]:
     return [entry for entry in entries if entry.name.startswith(PASSED_THROUGH)]
 
 
-def _pack(tensors: list[Planned], limit: int) -> tuple[dict[str, Planned], list[Shard]]:
-    """Places tensors into files of at most `limit` bytes, in order."""
+def _groups(
+    tensors: list[Planned], costs: list[int], limit: int, at_least: int = 1
+) -> list[list[Planned]]:
+    """Deals tensors, in order, to files of at most `limit` bytes, and to no fewer files than asked for."""
     empty = len(_head({})) + 8  # and the padding
     groups: list[list[Planned]] = [[]]
     size = empty
-    for tensor in tensors:
-        line = {tensor.name: _line(tensor, 10**15)}  # offsets of any length that can occur
-        cost = tensor.nbytes + len(json.dumps(line))
-        if groups[-1] and size + cost > limit:
+    for position, (tensor, cost) in enumerate(zip(tensors, costs, strict=True)):
+        rest_alone = len(groups) + len(tensors) - position <= at_least
+        if groups[-1] and (size + cost > limit or rest_alone):
             groups.append([])
             size = empty
         groups[-1].append(tensor)
         size += cost
+    return groups
+
+
+def _even_groups(tensors: list[Planned], costs: list[int], count: int) -> list[list[Planned]]:
+    """Deals tensors, in order, to exactly so many files: with the smallest limit that needs no more."""
+    if not 1 <= count <= len(tensors):
+        raise UserError(f"shards = {count}; expected 1 to {len(tensors)}, the number of tensors")
+    # A smaller limit never needs fewer files. Two bounds: one file a tensor, all in one.
+    low, high = 0, sum(costs) + len(_head({})) + 8
+    while high - low > 1:
+        limit = (low + high) // 2
+        needs = len(_groups(tensors, costs, limit))
+        low, high = (low, limit) if needs <= count else (limit, high)
+    return _groups(tensors, costs, high, at_least=count)
+
+
+def _cost(tensor: Planned) -> int:
+    """Bytes of a tensor in a file, its line of the header included, whose offsets may have any length."""
+    return tensor.nbytes + len(json.dumps({tensor.name: _line(tensor, 10**15)}))
+
+
+def _pack(groups: list[list[Planned]]) -> tuple[dict[str, Planned], list[Shard]]:
+    """Places the tensors of each file in it."""
     placed: dict[str, Planned] = {}
     shards = []
     for number, group in enumerate(groups):
@@ -292,6 +317,8 @@ def _why_not(folder: Path, name: str) -> str:
         return "hidden"
     if name.lower().endswith(WEIGHTS):
         return "weights"
+    if states_hashes(name):
+        return "states hashes of the base's files"
     real = contained(folder, name)
     if real is None:
         return "a link out of the folder"

@@ -1,10 +1,11 @@
 """Which rows of a parameter this rank holds: whole rows of dim 0, of a plain tensor or of a DTensor.
 
 Sharding is by dim 0 alone (whole experts of a stack), so a shard is a range of rows and one number says
-where it begins. FSDP2's DTensors are `Shard(0)`, over several mesh dimensions also with `Replicate`.
+where it begins. FSDP2's DTensors are `Shard(0)`, over several mesh dimensions also with `Replicate`. Where the experts
+of a stack are spread anew (`relabel.py`), its rows have other numbers than their places: `LocalRows.numbers`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hymoe.engine.relabel import order_of, row_numbers
 from hymoe.model.names import Spec, by_parameter, parameter_shape
 
 
@@ -21,15 +23,22 @@ class LocalRows:
 
     Attributes:
         local: (rows, ...) the memory itself; writing changes the parameter.
-        begin: its first row in the whole tensor.
+        begin: its first row in the whole tensor, as the ranks' rows follow each other.
         sharded: the other ranks hold the other rows (else: all of them hold all).
         first_copy: whether, of equal copies on several ranks of the mesh, this one counts.
+        order: of a stack whose experts are spread anew, the expert in each place of the whole.
     """
 
     local: torch.Tensor
     begin: int
     sharded: bool
     first_copy: bool
+    order: tuple[int, ...] | None = None
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """What each local row is in checkpoints."""
+        return row_numbers(self.begin, len(self.local), self.order)
 
 
 def named_tensors(lm: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,7 +82,7 @@ def local_rows(name: str, tensor: torch.Tensor) -> LocalRows:
         ValueError: it is sharded in another way.
     """
     if not isinstance(tensor, DTensor):
-        return LocalRows(tensor.detach(), 0, sharded=False, first_copy=True)
+        return LocalRows(tensor.detach(), 0, False, True, order_of(tensor))
     mesh, placements = tensor.device_mesh, tensor.placements
     for placement in placements:
         if not placement.is_replicate() and not (type(placement) is Shard and placement.dim == 0):
@@ -85,4 +94,4 @@ def local_rows(name: str, tensor: torch.Tensor) -> LocalRows:
         raise ValueError(f"{name}: local shape {list(local.shape)}; expected {list(shape)}")
     here = mesh.get_coordinate() or []
     copies = [at for at, p in zip(here, placements, strict=True) if p.is_replicate()]
-    return LocalRows(local.detach(), offset[0], sharded=True, first_copy=not any(copies))
+    return LocalRows(local.detach(), offset[0], True, not any(copies), order_of(tensor))

@@ -114,6 +114,10 @@ def step_line(metrics: dict[str, Any], total_steps: int) -> str:
     ]
     if metrics.get("expert_load_max_over_mean") is not None:
         parts.append(f"load {metrics['expert_load_max_over_mean']:.2f}")
+    if metrics.get("rank_load_max_over_mean") is not None:
+        parts.append(f"ranks {metrics['rank_load_max_over_mean']:.2f}")
+    if metrics.get("dead_experts"):
+        parts.append(f"dead {metrics['dead_experts']}")
     if metrics.get("skipped"):
         parts.append("SKIPPED: gradient norm is not finite")
     if metrics.get("eval_loss") is not None:

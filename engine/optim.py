@@ -11,7 +11,9 @@ not finite and positive (a step without supervised tokens), factor is NaN and al
 weights, moments, remainders and the count of applied steps keep their bits. Nothing here waits for the device.
 
 **Sharding.** Each rank updates its own rows of dimension 0; the random bits of rounding depend on (seed, applied
-steps, key of the name, element index in the whole tensor). Equal gradients and an equal factor give equal bits on
+steps, key of the name, element index in the whole tensor). Where the experts of a stack are spread anew
+(`relabel.py`), that is the index in the base's order, and each run of neighbouring experts is an entry of its own in
+the step's table. Equal gradients and an equal factor give equal bits on
 any number of ranks. The factor itself depends on the order of a float64 sum; rounded to float32 it is the same
 number but for about one step in ten million.
 """
@@ -20,6 +22,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hymoe.engine.relabel import order_of, runs_of
 from hymoe.kernels.adamw import ROUNDINGS, adamw_step
 from hymoe.kernels.rounding import export_bf16, slice_length, slices
 from hymoe.model import names
@@ -41,16 +45,26 @@ class LocalShard:
         first_row: index of the first local row.
         is_counted: this rank adds the tensor's gradient to the global norm; of the ranks that hold the
             same rows, exactly one does.
+        order: of a stack whose experts are spread anew, the expert in each row's place.
     """
 
     shape: tuple[int, ...]
     first_row: int
     is_counted: bool
+    order: tuple[int, ...] | None = None
 
     @property
     def offset(self) -> int:
-        """Index of the first local element in the whole parameter."""
+        """Index of the first local element in the whole parameter, where the rows have no other order."""
         return self.first_row * math.prod(self.shape[1:])
+
+    def pieces(self, rows: int) -> list[tuple[EllipsisType | slice, int]]:
+        """Local rows whose elements follow each other in the whole parameter, and the index of the first element."""
+        if self.order is None:
+            return [(..., self.offset)]
+        row = math.prod(self.shape[1:])
+        runs = runs_of(self.first_row, rows, self.order)
+        return [(slice(run.at, run.at + run.count), run.begin * row) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +153,11 @@ class Optimizer:
         self._kernels = kernels
 
         weights = self._locals()
+        self._pieces = [
+            (index, rows, offset)
+            for index, (name, weight) in enumerate(zip(self.names, weights, strict=True))
+            for rows, offset in self.shards[name].pieces(len(weight) if weight.dim() else 1)
+        ]
         self.count = torch.zeros((), dtype=torch.int64, device=weights[0].device)
         self.exp_avg = [torch.zeros_like(w) for w in weights]
         self.exp_avg_sq = [torch.zeros_like(w) for w in weights]
@@ -170,14 +189,11 @@ class Optimizer:
         norm = grad_norm(grads, counted, group=self._group)
         norm, factor = clip(norm, scale, self._clip_norm)
         adamw_step(
-            weights,
-            grads,
-            self.exp_avg,
-            self.exp_avg_sq,
-            remainders=self.remainders if self._rounding == "exact" else None,
-            keys=[self.keys[name] for name in self.names],
-            offsets=[self.shards[name].offset for name in self.names],
-            weight_decays=self._weight_decays,
+            *(self._cut(part) for part in (weights, grads, self.exp_avg, self.exp_avg_sq)),
+            remainders=self._cut(self.remainders) if self._rounding == "exact" else None,
+            keys=[self.keys[self.names[index]] for index, _, _ in self._pieces],
+            offsets=[offset for _, _, offset in self._pieces],
+            weight_decays=[self._weight_decays[index] for index, _, _ in self._pieces],
             lr=lr,
             **self._betas,
             step=self.count,
@@ -239,14 +255,15 @@ class Optimizer:
         weight, remainder = _local(self._parameters[index]), self.remainders[index]
         if remainder is None:
             return weight
-        return export_bf16(
-            weight,
-            remainder,
-            seed=self.seed,
-            key=self.keys[name],
-            offset=self.shards[name].offset,
-            step=self.count,
-        )
+        bits = {"seed": self.seed, "key": self.keys[name], "step": self.count}
+        pieces = self.shards[name].pieces(len(weight))
+        done = [export_bf16(weight[at], remainder[at], **bits, offset=i) for at, i in pieces]
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    def _cut(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Tensors of the parameters -> of their pieces."""
+        found = ((tensors[index], rows) for index, rows, _ in self._pieces)
+        return [None if tensor is None else tensor[rows] for tensor, rows in found]
 
     def _locals(self) -> list[Tensor]:
         # Asked for at each step: FSDP2 may put new storage under a parameter at its first forward.
@@ -377,7 +394,7 @@ def _shard_of(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> 
     """The place of a DTensor's local rows, or of a whole replicated tensor."""
     if not isinstance(parameter, DTensor):
         is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-        return LocalShard(tuple(parameter.shape), 0, is_first)
+        return LocalShard(tuple(parameter.shape), 0, is_first, order_of(parameter))
     for placement in parameter.placements:
         is_by_rows = type(placement) is Shard and placement.dim == 0
         if not (is_by_rows or type(placement) is Replicate):
@@ -398,7 +415,7 @@ def _shard_of(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> 
         if type(placement) is Replicate
     )
     first_row = starts[0] if math.prod(local_shape) else 0
-    return LocalShard(tuple(parameter.shape), first_row, is_counted)
+    return LocalShard(tuple(parameter.shape), first_row, is_counted, order_of(parameter))
 
 
 def _checked(name: str, parameter: Tensor, shard: LocalShard) -> LocalShard:

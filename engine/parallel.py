@@ -12,12 +12,12 @@ same bits.
 **Expert groups.** Neighbouring ranks: rank = group * n + place, so that a group lies in one node. The rank at place e
 holds the experts e*E/n to (e+1)*E/n of every layer. Their gradients are complete without any sum, because all tokens of
 the group came to them. With fewer ranks in a group than in the world every group has all experts, and the gradients of
-the copies are added once a step, after all micro-steps: memory for speed, FSDP2 over the groups would gather them
+the copies are added once a step, after all its passes: memory for speed, FSDP2 over the groups would gather them
 again and again. A stack of experts is a DTensor of rows over (groups, places), so that reading, saving, exporting and
 the optimiser find a rank's rows as they find FSDP2's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ class Alone:
 
     rank = 0
     world_size = 1
+    group_size = 1  # ranks that share the experts
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where everything lives."""
@@ -60,7 +61,7 @@ class Alone:
         return lm
 
     def collect_gradients(self, lm: HybridLM, last: bool) -> None:
-        """Takes what a micro-step's backward pass left in `.grad`; `last` of the step or not."""
+        """Takes what a backward pass left in `.grad`; `last` of the step or not."""
         self._grads.take(lm, last)
 
     def gradients(self, lm: HybridLM) -> list[Tensor]:
@@ -216,7 +217,7 @@ class ExpertParallel(Sharded):
             after.set_modules_to_backward_prefetch([before])
         lm.register_forward_pre_hook(
             lambda _, args, kwargs: exchange.agree_on_tokens(
-                self._hosts, len(args[0] if args else kwargs["input_ids"])
+                self._hosts, _tokens(args[0] if args else kwargs["input_ids"])
             ),
             with_kwargs=True,
         )
@@ -250,15 +251,20 @@ def _mine(groups: list[dist.ProcessGroup], ranks: Tensor) -> dist.ProcessGroup:
     return groups[int((ranks == dist.get_rank()).any(dim=1).nonzero())]
 
 
+def _tokens(input_ids: Tensor | Sequence[Tensor]) -> list[int]:
+    """Of each row that a model is called with."""
+    return [len(input_ids)] if isinstance(input_ids, Tensor) else [len(ids) for ids in input_ids]
+
+
 def _is_expert(name: str) -> bool:
     return ".mixer.experts." in name
 
 
 class _GradientSum:
-    """Adds the gradients of micro-steps.
+    """Adds the gradients of a step's backward passes.
 
-    One micro-step: its `.grad` is the step's gradient. More: a float32 accumulator of this rank's rows, because FSDP2's
-    own accumulation rounds to the parameter's dtype each time.
+    One, in which all micro-steps pass each block together (`model/rows.py`): its `.grad` is the step's gradient. More:
+    a float32 accumulator of this rank's rows, because FSDP2's own rounds to the parameter's dtype each time.
     """
 
     def __init__(self) -> None:
@@ -339,18 +345,12 @@ def choose_exchange(asked: str, expert_parallel: int) -> str:
 def resolve_experts(
     asked: Parallel, world_size: int, num_experts: int
 ) -> tuple[int, str, list[str]]:
-    """How many ranks share the experts, by which exchange, and what to tell a person of it.
-
-    `auto` is 1 here: `choose_expert_parallel` would take more, but the memory estimate does not know the exchange yet.
-    """
-    size = 1 if asked.expert_parallel == "auto" else int(asked.expert_parallel)
-    size, reason = choose_expert_parallel(size, world_size, num_experts)
+    """How many ranks share the experts, by which exchange, and what to tell a person of it."""
+    size, reason = choose_expert_parallel(asked.expert_parallel, world_size, num_experts)
     exchange = choose_exchange(asked.exchange, size)
     if size == 1:
         return size, exchange, []
-    notes = [f"parallel.expert_parallel = {size}, exchange {exchange}: {reason}"]
-    notes.append("memory: the estimate is for experts that are gathered, not exchanged")
-    return size, exchange, notes
+    return size, exchange, [f"parallel.expert_parallel = {size}, exchange {exchange}: {reason}"]
 
 
 def start(

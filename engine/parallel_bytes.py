@@ -1,15 +1,16 @@
 """What a plan will send: bytes of one rank and step, by the purposes of `parallel_wire.Wire.sent`; pure arithmetic.
 
-FSDP2 gathers a block's parameters twice a micro-step (forward, backward), embedding and head once; it reduces gradients
-once a micro-step. A rank sends its rows of a parameter, padded to those of the first rank, to each of the others.
-Tokens travel to their experts and back, in each layer and micro-step:
+FSDP2 gathers a block's parameters twice a pass (forward, backward), embedding and head once; it reduces gradients once
+a pass, whatever the number of micro-steps that go through the blocks together in it. A rank sends its rows of a
+parameter, padded to those of the first rank, to each of the others. Tokens travel to their experts and back, in each
+layer and micro-step:
 
     inputs spread, sums collected, their gradients spread, inputs' gradients collected: Din values of the model's dtype
     routing weights spread, their gradients collected: K float32
     ids spread: K int32
 
-With recomputation inputs and weights are spread a second time (and, where a latent projection needs them, the sums
-collected); ids and the numbers of rows are kept.
+Where a MoE block runs again (`keep` = inputs) inputs and weights are spread a second time (and, where a latent
+projection needs them, the sums collected); ids and the numbers of rows are kept.
 """
 
 import math
@@ -31,8 +32,9 @@ def bytes_per_step(
     micro_tokens: int,
     micro_steps: int,
     dtype: str,
-    recompute: bool,
+    keep: str,
     copies: float | None = None,
+    passes: int = 1,
 ) -> dict[str, float]:
     """Predicts what one rank sends in one step; a mean over the ranks where the routing decides.
 
@@ -44,8 +46,9 @@ def bytes_per_step(
         micro_tokens: tokens of a rank in one micro-step; for gather the most that a rank of its group has.
         micro_steps: micro-steps of one step.
         dtype: of weights and activations: bfloat16 or float32.
-        recompute: whole blocks run again in the backward pass.
+        keep: inputs, acts or all; see `train.keep`.
         copies: other ranks that a token goes to under dedup; None: `expected_copies`.
+        passes: in how many the micro-steps are taken, see `train.micro_steps_together`.
 
     Returns:
         Purpose -> bytes. Small sums such as the loss are left out.
@@ -67,15 +70,15 @@ def bytes_per_step(
         elif ".experts." in name and expert_parallel > 1:
             groups = n // expert_parallel
             part = -(-math.prod(shape) // expert_parallel // groups)
-            wire = size if micro_steps == 1 else WIDE
+            wire = size if passes == 1 else WIDE
             sent["replicas"] += 2 * (groups - 1) * part * wire
         else:
-            away = (n - 1) * -(-shape[0] // n) * math.prod(shape[1:]) * size * micro_steps
+            away = (n - 1) * -(-shape[0] // n) * math.prod(shape[1:]) * size * passes
             sent["gather"] += away * (2 if name.startswith("layers.") else 1)
             sent["reduce"] += away
     sent["replicas"] += 2 * (n - 1) * -(-small // n) * WIDE
     if expert_parallel > 1:
-        layer = _exchange(config, expert_parallel, exchange, micro_tokens, size, recompute, copies)
+        layer = _exchange(config, expert_parallel, exchange, micro_tokens, size, keep, copies)
         sent["exchange"] = micro_steps * config.pattern.count("E") * layer
         if exchange == "gather":  # how many tokens each rank has
             sent["exchange"] += micro_steps * (expert_parallel - 1) * 8
@@ -88,7 +91,7 @@ def _exchange(
     exchange: str,
     tokens: int,
     size: int,
-    recompute: bool,
+    keep: str,
     copies: float | None,
 ) -> float:
     """Bytes of one layer and micro-step."""
@@ -100,7 +103,7 @@ def _exchange(
             copies = expected_copies(config.n_routed_experts, top_k, ranks)
         rows, numbers = copies * tokens, (ranks - 1) * 8
     wide, narrow = 4, 3  # passes of Din values, of K numbers
-    if recompute:
+    if keep == "inputs":
         wide += 1 if config.moe_latent_size is None else 2
         narrow += 1
     return rows * (wide * config.expert_input * size + narrow * top_k * WIDE) + numbers

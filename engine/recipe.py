@@ -18,6 +18,8 @@ class Model:
     """HF folder: shards, index, config.json, tokenizer."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights and arithmetic; auto: what config.json says. Small tensors are float32 in any case."""
+    check_hashes: bool = True
+    """Whether the base's files are compared with the hashes that lie beside them, if any do, before they are loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,12 @@ class Train:
     eval_every: int = 100
     """Steps between evaluations; 0: only before the first and after the last step."""
     seed: int = 4242
-    keep: Literal["auto", "inputs", "all"] = "auto"
-    """What a block keeps for its backward pass: its inputs (and runs again) or all; auto: by the estimate."""
+    keep: Literal["auto", "inputs", "acts", "all"] = "auto"
+    """What blocks keep for the backward pass: inputs (and run again), acts (MoE blocks all, the others their inputs),
+    or all; auto: by the estimate."""
+    micro_steps_together: int = 0
+    """Micro-steps that pass each block together, so that its weights are gathered once for all of them; 0: all of a
+    step. Fewer keep fewer block inputs, but add up the step's gradients in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +85,12 @@ class Parallel:
 
     expert_parallel: Literal["auto", "1", "2", "4", "8"] = "auto"
     """Ranks that share the experts, each holding whole ones, so that tokens travel and not weights; 1: every rank
-    gathers every expert. auto is 1 until the memory estimate knows the exchange."""
+    gathers every expert. auto: the most that divides ranks and experts."""
     exchange: Literal["auto", "gather", "dedup"] = "auto"
     """How tokens travel: all to all ranks, or each once to every rank that it needs; auto: gather up to 4 ranks."""
+    expert_order: str = ""
+    """An earlier run's `expert_loads.json`: experts are spread over their ranks so that these loads are even; empty: in
+    their own order. Neither the model nor what is saved and exported depends on it."""
     replicas: Literal[1] = 1
 
 
@@ -203,6 +212,7 @@ def check(recipe: Recipe, world_size: int) -> int:
         if not 0 <= value <= 1 or ("beta" in key and value == 1):
             raise UserError(f"{key} = {value}; expected a number from 0 to 1")
     counts = {"train.steps": train.steps or 0, "train.eval_every": train.eval_every}
+    counts["train.micro_steps_together"] = train.micro_steps_together
     counts |= {"optim.warmup_steps": optim.warmup_steps, "optim.weight_decay": optim.weight_decay}
     counts |= {"run.save_every": run.save_every, "run.keep_every": run.keep_every}
     for key, value in counts.items():

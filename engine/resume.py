@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hymoe.engine import checkpoint_files as files
+from hymoe.engine import hf_hashes
 from hymoe.engine import recipe as recipes
 from hymoe.engine.checkpoint import FORMAT, Group, load, parts_of
 from hymoe.engine.data.store import PackedRows
@@ -249,6 +250,8 @@ def fill(job: Job, base: Checkpoint, start: Start, group: Group) -> bool:
         return False
     job.doing = "loading"
     if start.state is None:
+        if job.recipe.model.check_hashes:
+            _check_hashes(job, base, group)
         report = job.log.progress("loading")
         try:
             load_weights(job.lm, base, progress=_until(job.stop, report))
@@ -269,6 +272,26 @@ def fill(job: Job, base: Checkpoint, start: Start, group: Group) -> bool:
         step=start.step,
     )
     return not stop_asked(job)
+
+
+def _check_hashes(job: Job, base: Checkpoint, group: Group) -> None:
+    """The base's files against the hashes that lie beside them, shared by the ranks; collective."""
+    known, problem = {}, None
+    try:
+        known = hf_hashes.stated(base)
+        report = _until(job.stop, job.log.progress("checking hashes"))
+        problem = hf_hashes.fault(known, group.rank, group.size, report)
+    except LeaveLoading:
+        job.doing = "leaving"  # loading ends at once as well
+    except UserError as error:
+        problem = str(error)
+    if (problem := group.first_fault(problem)) is not None:
+        raise UserError(problem)
+    if known:
+        sources = ", ".join(sorted({str(one.by) for one in known.values()}))
+        job.log.event(
+            "hashes", f"checked the sha256 of {len(known)} files of the base by {sources}"
+        )
 
 
 def _until(stop: StopFlag, report: Callable[[int, int], None]) -> Callable[[int, int], None]:

@@ -5,12 +5,11 @@ The only place that wires objects and the only one that reads the environment.
 
 import dataclasses
 import hashlib
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hymoe.engine import checkpoint, faults, parallel, resume
 from hymoe.engine.data.loader import Loader
@@ -20,14 +19,18 @@ from hymoe.engine.data.store import PackedRows
 from hymoe.engine.data.tokenizer import Tokenizer
 from hymoe.engine.devices import World, peak_flops
 from hymoe.engine.errors import UserError
+from hymoe.engine.evidence import Evidence
 from hymoe.engine.export import TrainedValues
+from hymoe.engine.forecast import forecast
 from hymoe.engine.hf_checkpoint import near_zero_rows, plan_export, save_pretrained
 from hymoe.engine.log import RunLog, machine_stamp
 from hymoe.engine.optim import Optimizer
+from hymoe.engine.preflight_links import check_links
 from hymoe.engine.recipe import Recipe
+from hymoe.engine.relabel import relabel
 from hymoe.engine.resolve import Resolved, describe
 from hymoe.engine.stop import StopFlag
-from hymoe.engine.train import Job, Outcome, peak_memory_bytes, train
+from hymoe.engine.train import Job, Outcome, train
 from hymoe.kernels.launch import backends
 from hymoe.model.cost import flops_per_token, mean_context
 from hymoe.model.net import HybridLM
@@ -78,6 +81,9 @@ def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Ou
         if resume.is_done(start, recipe, steps):
             log.event("resume", f"finished after step {steps}, exported too: nothing to do")
             return Outcome(steps=start.step)
+        if here.device.type == "cuda" and here.size > 1:
+            # Before 63 GB are loaded: a link that hangs would otherwise be met in the first step.
+            log.event("links", f"links   {check_links(here.device, _meeting_store())}")
         lm = _model(resolved, plan)
         job = _job(resolved, plan, lm, loader, evals and evals[0], steps, log, stop)
         _announce(resolved, here, job, stats, evals and evals[1])
@@ -89,13 +95,16 @@ def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Ou
             return Outcome(steps=start.step, stopped_by=stop.reason)
         if start.state is None:
             _warn_of_near_zero_rows(lm, tokenizer, log)
+        evidence = None if here.rank else Evidence(resolved, stats, evals and evals[1])
         outcome = train(job)
-        _finish(job, resolved)
+        _finish(job, evidence)
         log.close()
         return outcome
     except UserError:
         patience_s = 600.0  # all ranks end together: what is being written may become whole
         raise
+    except faults.RunFailed:
+        raise  # it says already what was wrong
     except Exception as error:
         doing = "starting" if job is None else job.doing
         explained = faults.explain(error, doing, recipe)
@@ -119,6 +128,13 @@ def first_to_speak(here: World) -> bool:
     return faults.is_first(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
+def _meeting_store() -> dist.Store:
+    """A client of the store at which the ranks met; a restart finds no keys of the attempt before."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
 def _model(resolved: Resolved, plan: parallel.Alone) -> HybridLM:
     """The model with its memory spread over the ranks, still empty."""
     recipe, folder = resolved.recipe, Path(resolved.recipe.run.dir)
@@ -127,23 +143,33 @@ def _model(resolved: Resolved, plan: parallel.Alone) -> HybridLM:
     if recipe.run.export:
         # What would stop the export is found before training, not after it.
         plan.on_rank_zero(lambda: _check_export(lm, folder, recipe))
-    lm.set_recompute(recipe.train.keep == "inputs")
-    return plan.shard(lm)
+    lm.set_keep(recipe.train.keep)
+    lm = plan.shard(lm)
+    # One order on all ranks, whatever each has found in the file.
+    relabel(lm, plan.on_rank_zero(lambda: resolved.orders))
+    return lm
 
 
-def _finish(job: Job, resolved: Resolved) -> None:
-    """After the loop: the export, the last state on disk, the evidence.
+def _finish(job: Job, evidence: Evidence | None) -> None:
+    """After the loop: the export, the last state on disk, the evidence, which rank 0 has.
 
     A run that a signal has ended exports only where it saves no state to continue from.
     """
-    outcome, folder = job.outcome, Path(job.recipe.run.dir)
+    outcome, recipe = job.outcome, job.recipe
     if outcome.stopped_by is not None and (job.saver is not None or not outcome.steps):
         return
     job.doing = "exporting"
-    kept = _export(job, folder, outcome) if job.recipe.run.export else None
+    exported = kept = None
+    if recipe.run.export:
+        stopped = outcome.stopped_by is not None
+        name = f"stopped_step_{outcome.steps:08d}" if stopped else recipe.run.export
+        exported = Path(recipe.run.dir) / name
+        kept = _export(job, exported)
     if job.saver is not None:
         job.saver.wait()
-    _write_evidence(job, folder, outcome, kept, resolved)
+    job.doing = "writing the evidence"
+    # All wait for it: a rank that leaves earlier would be taken for dead.
+    job.plan.on_rank_zero(lambda: evidence.write(job, outcome, exported, kept))
 
 
 def _tokenizer(resolved: Resolved) -> Tokenizer:
@@ -241,8 +267,10 @@ def _mean_context(rows: Rows) -> float:
 def _announce(
     resolved: Resolved, here: World, job: Job, stats: Described, eval_stats: Described | None
 ) -> None:
-    for line in describe(resolved, here, job.steps):
+    for line in describe(resolved, job.steps):
         job.log.say(line)
+    if not resolved.fits:
+        job.log.event("warning", f"warning: by the estimate this run {resolved.verdict}")
     job.log.say(f"data    {stats.summary()}")
     if eval_stats is not None:
         job.log.say(f"eval    {eval_stats.summary()}")
@@ -261,20 +289,31 @@ def _announce(
     )
 
 
-def dry_run(resolved: Resolved, here: World) -> str:
-    """Everything that a run would do before its first step, in text; trains nothing and writes nothing."""
+def dry_run(resolved: Resolved) -> str:
+    """Everything that a run would do before its first step, in text; trains nothing and writes nothing.
+
+    Raises:
+        UserError: what is wrong with the data; or it is not here, and `train.steps` is not given either.
+    """
     recipe = resolved.recipe
-    tokenizer = _tokenizer(resolved)
-    rows, stats = _rows(recipe, recipe.data.path, tokenizer)
-    steps = _steps(recipe, _loader(recipe, rows, parallel.Alone(torch.device("cpu"))))
-    lines = [recipe.to_toml(), *describe(resolved, here, steps), f"data    {stats.summary()}"]
-    if recipe.data.eval is not None:
-        lines.append(f"eval    {_rows(recipe, recipe.data.eval, tokenizer)[1].summary()}")
-    lines.append("memory by part and phase, bytes a rank:")
-    lines += [
-        f"  {kind:<6} {name:<34} {size:>18,}" for kind, name, size in resolved.estimate.rows()
-    ]
-    return "\n".join(lines)
+    data, steps, context = [], recipe.train.steps, None
+    if resolved.checkpoint is None and not Path(recipe.data.path).exists():
+        data.append(f"data    {recipe.data.path} is not here; it was not checked")
+        if steps is None:
+            raise UserError(
+                f"{recipe.data.path}: no such data; without it a dry run needs train.steps"
+            )
+    else:
+        tokenizer = _tokenizer(resolved)
+        rows, stats = _rows(recipe, recipe.data.path, tokenizer)
+        loader = _loader(recipe, rows, parallel.Alone(torch.device("cpu")))
+        steps, context = _steps(recipe, loader), _mean_context(rows)
+        data.append(f"data    {stats.summary()}")
+        if recipe.data.eval is not None:
+            data.append(f"eval    {_rows(recipe, recipe.data.eval, tokenizer)[1].summary()}")
+    return "\n".join(
+        [recipe.to_toml(), *describe(resolved, steps), *data, *forecast(resolved, context)]
+    )
 
 
 def _warn_of_near_zero_rows(lm: HybridLM, tokenizer: Tokenizer, log: RunLog) -> None:
@@ -291,45 +330,18 @@ def _warn_of_near_zero_rows(lm: HybridLM, tokenizer: Tokenizer, log: RunLog) -> 
     )
 
 
-def _export(job: Job, folder: Path, outcome: Outcome) -> float | None:
+def _export(job: Job, folder: Path) -> float | None:
     """Writes the model; returns the share of the update that reached the files, None where nothing moved."""
-    recipe = job.recipe
-    name = recipe.run.export if outcome.stopped_by is None else f"stopped_step_{outcome.steps:08d}"
     values = TrainedValues(job.lm, job.optimizer)
     save_pretrained(
         job.lm,
-        folder / name,
-        max_shard_size=recipe.run.max_shard_size,
+        folder,
+        max_shard_size=job.recipe.run.max_shard_size,
         value=values,
         progress=job.log.progress("exporting"),
     )
     projected, whole = job.plan.sum_over_ranks(values.sums).tolist()
     kept = projected / whole if whole else None
     share = "nothing moved" if kept is None else f"{kept:.2%} of the update reached the files"
-    job.log.event("export", f"exported {folder / name}: {share}", folder=name, update_kept=kept)
+    job.log.event("export", f"exported {folder}: {share}", folder=folder.name, update_kept=kept)
     return kept
-
-
-def _write_evidence(
-    job: Job, folder: Path, outcome: Outcome, kept: float | None, resolved: Resolved
-) -> None:
-    """`evidence.json`: what the run did, by the run itself."""
-    if job.plan.rank != 0:
-        return
-    evidence: dict[str, Any] = {
-        "recipe_sha256": resolved.recipe.sha256,
-        "base": str(resolved.checkpoint.folder),
-        "steps": outcome.steps,
-        "applied_steps": outcome.applied,
-        "tokens": outcome.tokens,
-        "supervised_tokens": outcome.supervised_tokens,
-        "training_seconds": outcome.seconds,
-        "stopped_by": outcome.stopped_by,
-        "eval_loss_before": outcome.first_eval_loss,
-        "eval_loss_after": outcome.last_eval_loss,
-        "update_kept_in_export": kept,
-        "peak_memory_bytes_of_rank_0": peak_memory_bytes(job.plan.device),
-        "world_size": job.plan.world_size,
-        "machine": machine_stamp(job.plan.device),
-    }
-    (folder / resume.EVIDENCE).write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")

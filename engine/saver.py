@@ -9,6 +9,7 @@ host memory is short, the state is written from where it lies and training waits
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hymoe.engine import checkpoint_files as files
-from hymoe.engine.checkpoint import FORMAT, Group, Part, Parts, write
+from hymoe.engine.checkpoint import FORMAT, Group, Parts, write
 from hymoe.engine.errors import UserError
 
 HOST_MARGIN = 1.1  # of the bytes of a state, for what the writing itself takes
@@ -100,6 +101,9 @@ class Saver:
                 gone = files.prune(self._folder, **self._keep) if self._group.rank == 0 else []
                 self._result = _report(state, size, time.perf_counter() - began, waited, gone)
             except BaseException as error:  # CheckpointException is none of Exception
+                if isinstance(error, UserError) and self._group.rank == 0:
+                    # All ranks have stopped writing; a disk that is full must not stay so.
+                    files.discard(self._folder, step)
                 self._error = error
 
         if in_background:
@@ -192,9 +196,7 @@ class Saver:
                 for name, part in parts.items():
                     self._host[name].copy_(part.tensor, non_blocking=True)
                 self._copied = self._stream.record_event()
-        return {
-            name: Part(self._host[name], part.shape, part.first_row) for name, part in parts.items()
-        }
+        return {name: replace(part, tensor=self._host[name]) for name, part in parts.items()}
 
 
 def available_bytes() -> int:

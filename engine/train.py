@@ -8,11 +8,13 @@ import math
 import resource
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hymoe.engine.balance import ExpertLoads, Record
 from hymoe.engine.data.loader import Loader, MicroBatch, StepBatch, eval_batches
 from hymoe.engine.data.rows import Rows
 from hymoe.engine.errors import UserError
@@ -20,6 +22,7 @@ from hymoe.engine.log import RunLog, Stopwatch
 from hymoe.engine.optim import Optimizer, StepReport, schedule
 from hymoe.engine.parallel import Alone
 from hymoe.engine.recipe import Recipe
+from hymoe.engine.relabel import order_of
 from hymoe.engine.saver import Saver
 from hymoe.engine.stop import StopFlag
 from hymoe.model.moe import MoE
@@ -40,6 +43,7 @@ class Outcome:
     tokens: int = 0
     supervised_tokens: int = 0
     seconds: float = 0.0
+    expert_loads: Record = field(default_factory=dict)
     first_eval_loss: float | None = None
     last_eval_loss: float | None = None
     pending: dict[str, Any] | None = (
@@ -111,6 +115,9 @@ def train(job: Job) -> Outcome:
             save(job)
     while under_way:
         settle(under_way.pop(0))
+    if outcome.expert_loads:
+        write_loads(job)
+        job.log.event("balance", loads_of(job).summary(), step=outcome.steps)
     if outcome.stopped_by is not None:
         _leave(job)
     return outcome
@@ -119,6 +126,7 @@ def train(job: Job) -> Outcome:
 def save(job: Job) -> None:
     """Saves the state as it is after the last step; collective."""
     job.doing = f"step {job.outcome.steps}: saving the state"
+    write_loads(job)
     job.saver.save(job.outcome.steps, job.outcome.progress() | {"count": int(job.optimizer.count)})
 
 
@@ -154,19 +162,27 @@ def _leave(job: Job) -> None:
 
 
 def take_step(job: Job, number: int) -> Taken:
-    """Forward and backward over this rank's micro-batches, then one optimiser step; waits for nothing."""
+    """Forward and backward over this rank's micro-batches, then one optimiser step; waits for nothing.
+
+    The micro-batches pass each block together, so that it is gathered and reduced once, or in several passes.
+    """
     batch = job.loader.step(number - 1)
     device = job.plan.device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     micro_batches = batch.micro_batches
-    for i, micro in enumerate(micro_batches):
+    together = job.recipe.train.micro_steps_together or len(micro_batches)
+    for first in range(0, len(micro_batches), together):
+        some = micro_batches[first : first + together]
+        last = first + len(some)
+        which = f"{last}" if len(some) == 1 else f"{first + 1} to {last}"
         job.doing = (
-            f"step {number}: forward and backward pass, micro-step {i + 1} of {len(micro_batches)}"
+            f"step {number}: forward and backward pass, micro-step {which} of {len(micro_batches)}"
         )
-        loss_sum, _ = job.lm.loss(micro.input_ids, micro.labels, micro.packed)
+        rows = zip(*((micro.input_ids, micro.labels, micro.packed) for micro in some), strict=True)
+        loss_sum, _ = job.lm.loss(*rows)
         loss_sum.backward()
         loss += loss_sum.detach()
-        job.plan.collect_gradients(job.lm, last=i == len(micro_batches) - 1)
+        job.plan.collect_gradients(job.lm, last=last == len(micro_batches))
     job.doing = f"step {number}: optimiser step"
     optim = job.recipe.optim
     lr = schedule(
@@ -214,6 +230,7 @@ class Settle:
         """The time of the first step starts now."""
         self._job, self._outcome = job, job.outcome
         self._watch = Stopwatch()
+        self._loads = loads_of(job)
 
     def __call__(self, taken: Taken, evaluates: bool = False) -> None:
         """Waits for the step, evaluates where asked, and writes the step's metrics.
@@ -222,7 +239,8 @@ class Settle:
             UserError: too many steps in a row were skipped.
         """
         job, batch, outcome = self._job, taken.batch, self._outcome
-        loss_sum, stops, failed_saves, *loads = taken.sums.tolist()
+        sums = taken.sums.cpu()
+        loss_sum, stops, failed_saves = sums[:3].tolist()
         skipped = not bool(taken.report.is_applied)
         seconds = self._watch.lap()
         metrics: dict[str, Any] = {
@@ -236,11 +254,12 @@ class Settle:
             "step_seconds": seconds,
             "mfu": self._mfu(batch.num_tokens / seconds),
             "peak_memory_bytes": peak_memory_bytes(job.plan.device),
-            "expert_load_max_over_mean": load_imbalance(loads, job.lm),
+            **self._loads.add(sums[3:]),
             "epoch": batch.epoch,
             "skipped": skipped,
         }
         outcome.steps = taken.number
+        outcome.expert_loads = self._loads.record()
         outcome.applied += not skipped
         outcome.tokens += batch.num_tokens
         outcome.supervised_tokens += batch.supervised_tokens
@@ -346,7 +365,9 @@ def take_loads(lm: HybridLM) -> Tensor:
     mixers = [layer.mixer for layer in lm.layers if isinstance(layer.mixer, MoE)]
     device = lm.norm_f.weight.device
     loads = [
-        torch.zeros(lm.config.n_routed_experts, device=device) if m.load is None else m.load
+        torch.zeros(lm.config.n_routed_experts, dtype=torch.int64, device=device)
+        if m.load is None
+        else m.load
         for m in mixers
     ]
     for mixer in mixers:
@@ -356,13 +377,24 @@ def take_loads(lm: HybridLM) -> Tensor:
     return torch.cat(loads).double()
 
 
-def load_imbalance(loads: list[float], lm: HybridLM) -> float | None:
-    """Rows of the busiest expert over the mean, in the layer where that is worst; None without experts."""
-    if not loads or not sum(loads):
-        return None
-    size = lm.config.n_routed_experts
-    layers = [loads[i : i + size] for i in range(0, len(loads), size)]
-    return max(max(layer) * size / sum(layer) for layer in layers)
+def loads_of(job: Job) -> ExpertLoads:
+    """The rows of the run's experts so far."""
+    lm = job.lm
+    layers = [n for n, layer in enumerate(lm.layers) if isinstance(layer.mixer, MoE)]
+    orders = [order_of(lm.layers[n].mixer.experts.up_proj) for n in layers]
+    return ExpertLoads(
+        layers,
+        lm.config.n_routed_experts,
+        job.plan.group_size,
+        None if None in orders or not orders else torch.tensor(orders),
+        job.outcome.expert_loads,
+    )
+
+
+def write_loads(job: Job) -> None:
+    """Leaves the rows of the run's experts so far in the run folder, where a later run may look for an order."""
+    if job.plan.rank == 0:
+        loads_of(job).write(Path(job.recipe.run.dir), job.outcome.steps)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@ ddown[e] += outer(dout[t], w[r] a); dup[e] += outer(dz, x[t]); dx[t] += up[e]^T 
 
 Dtypes: products in the weights' dtype; what lies between them, and the sums over a token's K rows, in float32.
 Memory: saved are the inputs, the routing's tables and relu(z), (R, F); of (R, D) one expert's rows exist at a time.
+Recomputation: what is saved is complete before the down product, so a pass whose result nobody reads leaves it out.
 On a GPU: `experts_triton.py`, all experts in one launch a product, without asking the device.
 Empty experts get zero gradients. A token is at most once among an expert's rows and experts take turns, so sums have
 one order.
@@ -124,20 +125,29 @@ class _Rows:
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing
+        ctx,
+        x: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        routing: Routing,
+        is_read: bool,
     ) -> Tensor:
         shapes_cost = x.dtype == torch.bfloat16 and not x.is_cuda
         table = _Rows.of(routing, weights, CPU_BF16_ROWS if shapes_cost else 1)
         relu = x.new_empty(table.token.numel(), up.shape[1])  # (R', F)
-        out = torch.zeros(x.shape, dtype=arithmetic_dtype(x), device=x.device)
+        out = torch.zeros(x.shape if is_read else 0, dtype=arithmetic_dtype(x), device=x.device)
         for e, rows in table.spans:
             token = table.token[rows]
-            z = torch.mm(x.index_select(0, token), up[e].T, out=relu[rows]).relu_().to(out.dtype)
+            torch.mm(x.index_select(0, token), up[e].T, out=relu[rows]).relu_()
+            if not is_read:
+                continue
+            z = relu[rows].to(out.dtype)
             a = (z * z).mul_(table.weight[rows]).to(x.dtype)
             out.index_add_(0, token, torch.mm(a, down[e].T).to(out.dtype))
         ctx.save_for_backward(x, weights, up, down, relu)
         ctx.table = table
-        return out.to(x.dtype)
+        return out.to(x.dtype) if is_read else torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
@@ -161,7 +171,7 @@ class _ExpertMLP(torch.autograd.Function):
             torch.mm(dz.T, x.index_select(0, token), out=dup[e])
             dx.index_add_(0, token, torch.mm(dz, up[e]).to(dx.dtype))
         dweights = dw.index_select(0, table.place).view_as(weights)
-        return dx.to(x.dtype), dweights, dup, ddown, None
+        return dx.to(x.dtype), dweights, dup, ddown, None, None
 
 
 def expert_mlp(
@@ -171,6 +181,7 @@ def expert_mlp(
     down: Tensor,
     routing: Routing,
     kernels: str = "auto",
+    is_read: bool = True,
 ) -> Tensor:
     """Sum over each token's experts of weight * down(relu(up(x))^2).
 
@@ -181,9 +192,11 @@ def expert_mlp(
         down: (E, D, F) in x's dtype.
         routing: choices and expert order of the T tokens.
         kernels: which implementation, see `launch.choose`.
+        is_read: whether anybody reads the result. False in a recomputation that is there for the backward pass alone:
+            gradients are the same, the down product is not made.
 
     Returns:
-        out: (T, D) in x's dtype.
+        out: (T, D) in x's dtype; fresh memory where it is not read.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -192,5 +205,5 @@ def expert_mlp(
     check_shape("expert_mlp up", up, (routing.offsets.shape[0] - 1, None, x.shape[1]))
     check_shape("expert_mlp down", down, (up.shape[0], x.shape[1], up.shape[1]))
     if uses_triton("expert_mlp", kernels, x):
-        return experts_triton.TritonExpertMLP.apply(x, weights, up, down, routing)
-    return _ExpertMLP.apply(x, weights, up, down, routing)
+        return experts_triton.TritonExpertMLP.apply(x, weights, up, down, routing, is_read)
+    return _ExpertMLP.apply(x, weights, up, down, routing, is_read)

@@ -78,21 +78,28 @@ class TritonExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing
+        ctx,
+        x: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        routing: Routing,
+        is_read: bool,
     ) -> Tensor:
         """(T, D) -> (T, D), see `experts.expert_mlp`."""
         rows, w = Rows.of(routing), weights.float().contiguous()
         act = rows_product("up", x, up, rows, Epilogue("relu2"), gather=True)  # (R, F)
-        y = rows_product("down", act, down, rows, Epilogue("scale", w))  # (R, D)
         ctx.save_for_backward(x, weights, up, down, act)
         ctx.routing = routing
-        return combine(y, routing)
+        if not is_read:
+            return torch.empty_like(x)
+        return combine(rows_product("down", act, down, rows, Epilogue("scale", w)), routing)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         """Gradients of x, weights, up and down."""
         x, weights, up, down, act = ctx.saved_tensors
-        needs_x, _, needs_up, needs_down, _ = ctx.needs_input_grad
+        needs_x, _, needs_up, needs_down, *_ = ctx.needs_input_grad
         rows = Rows.of(ctx.routing)
         parts = act.new_empty(
             triton.cdiv(act.shape[1], grouped_gemm_triton.EPILOGUE_COLUMNS),
@@ -116,4 +123,4 @@ class TritonExpertMLP(torch.autograd.Function):
             weight_gradient(dz, x, rows, dup, gather="b")
         if needs_x:
             dx = combine(rows_product("dgrad_up", dz, up, rows, transposed=True), ctx.routing)
-        return dx, dweights, dup, ddown, None
+        return dx, dweights, dup, ddown, None, None

@@ -10,11 +10,11 @@
                number of keys that a query sees: (len + 1) / 2 in a document of len tokens
     ssd        in each Mamba layer, chunks of Q:  2*Q*G*N (scores)  +  2*Q*H*P (within the chunk)
                +  2*2*H*P*N (states in, states out)
-Training costs three times the forward pass: the gradient of a product is two products. What is
-recomputed in the backward pass comes on top (`Flops.recomputed`) and never counts as useful work.
+Training costs three times the forward pass: the gradient of a product is two products. What runs again in the
+backward pass comes on top (`Flops.executed`) and never counts as useful work: blocks without their last product, whose
+result nothing reads.
 
-**Bytes**: weights by family (`weight_bytes`), and activations of one token in one block
-(`activation_bytes`): what the backward pass of that block needs and what it makes on the way.
+**Bytes** of the weights by family (`weight_bytes`); those of activations are in `activations.py`.
 """
 
 from collections.abc import Iterable
@@ -27,6 +27,13 @@ from hymoe.model.names import by_parameter, is_small, parameter_shape, tensor_sp
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LAYER = "layers.0."  # any layer will do: shapes follow from the kind
 ROUTED = ("mixer.experts.up_proj", "mixer.experts.down_proj")
+# Products whose result nothing reads where a block runs again for its backward pass.
+LAST = (
+    "mixer.out_proj.weight",
+    "mixer.o_proj.weight",
+    "mixer.down_proj.weight",
+    "mixer.shared_experts.down_proj.weight",
+)
 
 
 def layer_shapes(config: HybridConfig, kind: str) -> dict[str, tuple[int, ...]]:
@@ -120,7 +127,8 @@ class Flops:
     matmul: int
     attention: float
     ssd: int
-    head: int  # the part of `matmul` that no block recomputes
+    again_acts: float  # what the blocks without experts run again
+    again_experts: float  # what those with experts run again
 
     @property
     def forward(self) -> float:
@@ -132,10 +140,14 @@ class Flops:
         """Forward and backward: what counts as useful work in an MFU."""
         return 3 * self.forward
 
-    @property
-    def recomputed(self) -> float:
-        """Training as executed when every block runs its forward pass again in the backward pass."""
-        return self.training + self.forward - self.head
+    def executed(self, keep: str) -> float:
+        """Forward, backward, and what runs again where the backward pass finds `keep`: all, acts or inputs."""
+        again = {
+            "all": 0.0,
+            "acts": self.again_acts,
+            "inputs": self.again_acts + self.again_experts,
+        }
+        return self.training + again[keep]
 
 
 def flops_per_token(config: HybridConfig, context: float) -> Flops:
@@ -145,21 +157,28 @@ def flops_per_token(config: HybridConfig, context: float) -> Flops:
         config: the model.
         context: mean number of keys that a query sees in the attention layers, see `mean_context`.
     """
-    head = 2 * config.vocab_size * config.hidden_size
-    matmul = head
+    matmul = 2 * config.vocab_size * config.hidden_size
+    again = {"E": 0.0, "other": 0.0}
+    # A latent projection reads the experts' sums.
+    last = LAST if config.moe_latent_size is not None else (*LAST, "mixer.experts.down_proj")
     for kind in set(config.pattern):
+        layers = config.pattern.count(kind)
         for name, shape in layer_shapes(config, kind).items():
             size = prod(shape) if len(shape) >= 2 else 0
-            used = _used(config, size) if name in ROUTED else size
-            matmul += 2 * config.pattern.count(kind) * used
+            product = 2 * layers * (_used(config, size) if name in ROUTED else size)
+            matmul += product
+            again["E" if kind == "E" else "other"] += 0 if name in last else product
     attention = 4 * config.num_attention_heads * config.head_dim * context
+    attention *= config.pattern.count("*")
     scores = config.chunk_size * (config.n_groups * config.ssm_state_size + config.mamba_inner)
     states = 2 * config.mamba_inner * config.ssm_state_size
+    ssd = config.pattern.count("M") * 2 * (scores + states)
     return Flops(
         matmul=matmul,
-        attention=config.pattern.count("*") * attention,
-        ssd=config.pattern.count("M") * 2 * (scores + states),
-        head=head,
+        attention=attention,
+        ssd=ssd,
+        again_acts=again["other"] + attention + ssd,
+        again_experts=again["E"],
     )
 
 
@@ -191,55 +210,3 @@ def weight_bytes(config: HybridConfig, dtype: str) -> dict[str, int]:
                 counts[_family(kind, name)] += config.pattern.count(kind) * prod(shape)
     result = {family: size * count for family, count in counts.items() if count}
     return result | {"small": 4 * count_parameters(config).small}
-
-
-def unit_parameters(config: HybridConfig, kind: str) -> int:
-    """Values of one block that FSDP2 gathers and frees together: all but the small ones."""
-    shapes = layer_shapes(config, kind).items()
-    return sum(prod(shape) for name, shape in shapes if not is_small(LAYER + name))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Activations:
-    """Bytes of one token in one block, with fused operations that keep no copies of rows."""
-
-    saved: int  # forward values that the backward pass reads
-    gradient: int  # what the backward pass makes on the way, at its worst moment
-
-    @property
-    def working(self) -> int:
-        """What is alive while the backward pass of this block runs."""
-        return self.saved + self.gradient
-
-
-def activation_bytes(config: HybridConfig, kind: str, dtype: str) -> Activations:
-    """Activations of one token in one block of this kind.
-
-    Args:
-        config: the model.
-        kind: one letter of `config.pattern`.
-        dtype: of the activations; states, log-sums and attention's dq sum are float32.
-    """
-    size, width = DTYPE_BYTES[dtype], config.hidden_size
-    if kind == "M":
-        inner = config.mamba_inner
-        states = 4 * inner * config.ssm_state_size // config.chunk_size
-        # in_proj's output, conv output, scan output, gated norm: each has a gradient of its size.
-        values = size * (3 * inner + 2 * config.conv_dim + config.mamba_num_heads)
-        scores = 2 * 4 * config.n_groups * config.chunk_size
-        saved = size * width + values + states
-        return Activations(saved=saved, gradient=values + states + scores + 2 * size * width)
-    if kind == "*":
-        q = config.num_attention_heads * config.head_dim
-        qkv = q + 2 * config.num_key_value_heads * config.head_dim
-        saved = size * (width + qkv + q) + 4 * config.num_attention_heads
-        return Activations(saved=saved, gradient=size * (qkv + q + width) + 4 * q)
-    if kind == "E":
-        rows, shared = config.num_experts_per_tok, config.moe_shared_expert_intermediate_size
-        inner = rows * config.moe_intermediate_size
-        saved = size * (width + inner + 2 * shared) + 12 * rows  # ids int64, weights float32
-        latent = size * (config.moe_latent_size or 0)
-        gradient = size * (inner + rows * config.expert_input + shared + width)
-        return Activations(saved=saved + 2 * latent, gradient=gradient + 2 * latent)
-    inner = config.intermediate_size
-    return Activations(saved=size * (width + 2 * inner), gradient=size * (inner + 2 * width))

@@ -40,4 +40,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
-        return self.down_proj(relu2(self.up_proj(x), self.kernels))
+        return self.down_proj(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """(T, D) -> (T, F), what the down product takes."""
+        return relu2(self.up_proj(x), self.kernels)

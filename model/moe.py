@@ -53,21 +53,34 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(experts, inner, outer, dtype=dtype))  # (E, F, D)
         self.down_proj = nn.Parameter(torch.empty(experts, outer, inner, dtype=dtype))  # (E, D, F)
 
-    def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """(T, D) and weights (T, K) -> (T, D), the weighted sum over each token's experts."""
+    def forward(self, x: Tensor, weights: Tensor, routing: Routing, is_read: bool = True) -> Tensor:
+        """(T, D) and weights (T, K) -> (T, D), the weighted sum over each token's experts.
+
+        `is_read` False: nobody reads it, see `expert_mlp`.
+        """
         if takes_few(x, routing, self.kernels):
             return expert_mlp_few(x, weights, self.up_proj, self.down_proj, routing)
-        return expert_mlp(x, weights, self.up_proj, self.down_proj, routing, self.kernels)
+        stacks = (self.up_proj, self.down_proj)
+        return expert_mlp(x, weights, *stacks, routing, self.kernels, is_read)
 
 
-# How rows reach the experts. Called with the experts, inputs, weights and choices, it may send rows on their way; what
-# it returns is called after the shared expert, whose work covers the journey, and gives the weighted sums (T, D).
-Exchange = Callable[[Experts, Tensor, Tensor, Routing], Callable[[], Tensor]]
+# How rows reach the experts, in three calls between which the shared expert's work covers the journeys. `Exchange`,
+# called with the experts, inputs, weights and choices, sends rows on their way; `Finish` lets the experts compute and
+# sends their sums back; `Sums` gives them, (T, D). `Finish` is told whether anybody reads the sums. Where nobody does,
+# as in a recomputation, nothing travels back, and what `Sums` gives is fresh memory.
+Sums = Callable[[], Tensor]
+Finish = Callable[[bool], Sums]
+Exchange = Callable[[Experts, Tensor, Tensor, Routing], Finish]
 
 
-def stay(experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Callable[[], Tensor]:
+def stay(experts: Experts, x: Tensor, weights: Tensor, routing: Routing) -> Finish:
     """The exchange where every expert is at hand: nothing travels."""
-    return lambda: experts(x, weights, routing)
+
+    def finish(is_read: bool) -> Sums:
+        out = experts(x, weights, routing, is_read)
+        return lambda: out
+
+    return finish
 
 
 class MoE(nn.Module):
@@ -96,6 +109,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, kept: list[Routing]) -> Tensor:
         """(T, D) -> (T, D).
 
+        A recomputation is there for what the backward pass reads. `checkpoint` ends it at the last tensor that was
+        saved: before the last product, which is the shared expert's or the latent projection's. Only the latter reads
+        the experts' sums.
+
         Args:
             x: (T, D) normed residual stream.
             kept: empty on a first pass, which leaves its routing there; a recomputation gives it back.
@@ -107,8 +124,10 @@ class MoE(nn.Module):
             self._count(routing)
         rows = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         finish = self.exchange(self.experts, rows, weights, routing)
-        shared = self.shared_experts(x)
-        out = finish()
+        inner = self.shared_experts.inner(x)
+        sums = finish(first or self.fc2_latent_proj is not None)
+        shared = self.shared_experts.down_proj(inner)
+        out = sums()
         if self.fc2_latent_proj is not None:
             out = self.fc2_latent_proj(out)
         return out + shared

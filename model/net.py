@@ -1,4 +1,7 @@
-"""The network: embed -> blocks -> norm -> head."""
+"""The network: embed -> blocks -> norm -> head.
+
+It takes one row of packed documents, or several that pass each block together; see `rows.py`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +9,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from hymoe.kernels.embedding import embedding
 from hymoe.kernels.few_rows import rms_norm_few
 from hymoe.kernels.launch import CHOICES
 from hymoe.kernels.loss import linear_cross_entropy
@@ -21,6 +26,9 @@ from hymoe.model.config import HybridConfig
 from hymoe.model.mamba import Mamba
 from hymoe.model.mlp import MLP
 from hymoe.model.moe import MoE
+from hymoe.model.rows import WeightTaps
+
+KEEPS = ("inputs", "acts", "all")  # what blocks keep for the backward pass
 
 
 class NormWeight(nn.Module):
@@ -42,7 +50,7 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(T,) int64 -> (T, D)."""
-        return functional.embedding(input_ids, self.weight)
+        return embedding(input_ids, self.weight)
 
 
 class Head(nn.Module):
@@ -84,38 +92,55 @@ class Block(nn.Module):
 
     def forward(
         self,
+        rows: tuple[Tensor, ...],
+        packed: tuple[Packed | None, ...],
+        dtype: torch.dtype,
+        state: AttentionState | MambaState | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Rows (T, D) -> rows (T, D), each with its own T and boundaries.
+
+        `dtype` is the mixer's, which differs from the rows' where the residual is float32. `packed` None is a step of
+        decoding, with the layer's `state` where it has one; see `HybridLM.forward`.
+        """
+        taps = WeightTaps(self.mixer, len(rows))
+        return tuple(
+            self._row(x, documents, dtype, taps.for_row(), state)
+            for x, documents in zip(rows, packed, strict=True)
+        )
+
+    def _row(
+        self,
         x: Tensor,
         packed: Packed | None,
         dtype: torch.dtype,
-        state: AttentionState | MambaState | None = None,
+        weights: dict[str, Tensor],
+        state: AttentionState | MambaState | None,
     ) -> Tensor:
-        """(T, D) -> (T, D); `dtype` is the mixer's, which differs from x's where the residual is float32.
-
-        `packed` None is a step of decoding, with the layer's `state` where it has one; see `HybridLM.forward`.
-        """
         kept: list[Routing] = []
         if self.recompute and torch.is_grad_enabled():
             # `kept` outlives the first pass, so the second one routes as the first did.
-            return checkpoint(
-                self._run, x, packed, dtype, kept, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._run(x, packed, dtype, kept, state)
+            again = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(self._run, x, packed, dtype, weights, kept, **again)
+        return self._run(x, packed, dtype, weights, kept, state)
 
     def _run(
         self,
         x: Tensor,
         packed: Packed | None,
         dtype: torch.dtype,
+        weights: dict[str, Tensor],
         kept: list[Routing],
         state: AttentionState | MambaState | None = None,
     ) -> Tensor:
         norm = rms_norm_few if packed is None else rms_norm
-        normed = norm(x, self.norm.weight, self.eps, self.kernels).to(dtype)
+        args = [norm(x, self.norm.weight, self.eps, self.kernels).to(dtype)]
         if self.kind == "E":
-            return x + self.mixer(normed, kept)
-        if self.kind == "-":
-            return x + self.mixer(normed)
-        return x + self.mixer(normed, packed, state)
+            args.append(kept)
+        elif self.kind != "-":
+            args += [packed, state]
+        if not weights:
+            return x + self.mixer(*args)
+        return x + functional_call(self.mixer, weights, tuple(args), tie_weights=False)
 
 
 class HybridLM(nn.Module):
@@ -156,35 +181,43 @@ class HybridLM(nn.Module):
             self.head = Head(own, kernels)
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor | Packed | None, cache: Cache | None = None
+        self,
+        input_ids: Tensor | Sequence[Tensor],
+        cu_seqlens: Tensor | Packed | Sequence[Tensor | Packed] | None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Hidden states after the final norm.
 
         Args:
-            input_ids: (T,) int64 tokens of S documents, packed end to end.
+            input_ids: (T,) int64 tokens of S documents, packed end to end; or several such rows.
             cu_seqlens: (S+1,) int32 document starts, the last entry T; or the row's `Packed`, which spares
-                asking the device. None: one more token of each sequence in the cache, in the order of its rows.
+                asking the device; or one of these for each row. None: one more token of each sequence in the cache,
+                in the order of its rows.
             cache: None in training. Documents given with a cache become rows of it, to be continued; no gradients.
 
         Returns:
-            hidden: (T, D).
+            hidden: (T, D); of several rows one behind the other.
 
         Raises:
             ValueError: the boundaries do not add up to T, or a step has another number of tokens than the cache rows.
         """
-        packed = cu_seqlens
-        if isinstance(cu_seqlens, Tensor):
-            packed = Packed.from_cu_seqlens(cu_seqlens)
-        if packed is not None and input_ids.shape != (packed.num_tokens,):
-            raise ValueError(
-                f"input_ids {tuple(input_ids.shape)}: the documents have {packed.num_tokens} tokens"
-            )
+        if isinstance(input_ids, Tensor):
+            input_ids, cu_seqlens = (input_ids,), (cu_seqlens,)
+        packed = tuple(
+            Packed.from_cu_seqlens(starts) if isinstance(starts, Tensor) else starts
+            for starts in cu_seqlens
+        )
+        for ids, row in zip(input_ids, packed, strict=True):
+            if row is not None and ids.shape != (row.num_tokens,):
+                raise ValueError(
+                    f"input_ids {tuple(ids.shape)}: the documents have {row.num_tokens} tokens"
+                )
         if cache is None:
             return self._hidden(input_ids, packed, [None] * len(self.layers))
-        if packed is None:
-            cache.begin_step(len(input_ids))
+        if packed[0] is None:
+            cache.begin_step(len(input_ids[0]))
         else:
-            cache.begin_prefill(packed)
+            cache.begin_prefill(packed[0])
         with torch.no_grad():  # what is cached is no part of a gradient
             hidden = self._hidden(input_ids, packed, cache.layers)
         cache.end()
@@ -192,18 +225,20 @@ class HybridLM(nn.Module):
 
     def _hidden(
         self,
-        input_ids: Tensor,
-        packed: Packed | None,
+        input_ids: Sequence[Tensor],
+        packed: tuple[Packed | None, ...],
         states: Sequence[AttentionState | MambaState | None],
     ) -> Tensor:
-        x = self.embeddings(input_ids)
+        x = self.embeddings(_joined(input_ids))
         dtype = x.dtype
         if self.config.residual_in_fp32:
             x = x.float()
+        rows = (x,) if len(packed) == 1 else x.split([len(ids) for ids in input_ids])
         for layer, state in zip(self.layers, states, strict=True):
-            x = layer(x, packed, dtype, state)
-        norm = rms_norm_few if packed is None else rms_norm
-        return norm(x, self.norm_f.weight, self.config.norm_eps, self.kernels).to(dtype)
+            rows = layer(rows, packed, dtype, state)
+        norm = rms_norm_few if packed[0] is None else rms_norm
+        weight, eps = self.norm_f.weight, self.config.norm_eps
+        return _joined([norm(x, weight, eps, self.kernels).to(dtype) for x in rows])
 
     def new_cache(self, most_tokens: int) -> Cache:
         """An empty cache for sequences of at most `most_tokens` tokens each, on the model's device."""
@@ -215,27 +250,47 @@ class HybridLM(nn.Module):
         return self.head.logits(hidden)
 
     def loss(
-        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | Packed
+        self,
+        input_ids: Tensor | Sequence[Tensor],
+        labels: Tensor | Sequence[Tensor],
+        cu_seqlens: Tensor | Packed | Sequence[Tensor | Packed],
     ) -> tuple[Tensor, Tensor | int]:
         """Cross-entropy summed over the supervised tokens.
 
         Args:
-            input_ids: (T,) int64.
+            input_ids: (T,) int64, or several rows as in `forward`.
             labels: (T,) int64, already shifted; -100 where a token is not supervised.
             cu_seqlens: as in `forward`.
 
         Returns:
             loss_sum: () float32 in nats; 0 where nothing is supervised.
-            count: supervised tokens, an int where the row's `Packed` knows it, else a () int64 tensor.
+            count: supervised tokens, an int where the `Packed` of every row knows it, else a () int64 tensor.
         """
-        known = cu_seqlens.supervised if isinstance(cu_seqlens, Packed) else None
-        loss_sum = self.head.loss(self(input_ids, cu_seqlens), labels, known)
-        return loss_sum, (labels != -100).sum() if known is None else known
+        hidden = self(input_ids, cu_seqlens)
+        # One call for all rows: it works in chunks of its own and sums the gradient of its weight in float32.
+        labels = labels if isinstance(labels, Tensor) else _joined(labels)
+        rows = [cu_seqlens] if isinstance(cu_seqlens, Tensor | Packed) else cu_seqlens
+        known = [row.supervised if isinstance(row, Packed) else None for row in rows]
+        count = None if None in known else sum(known)
+        loss_sum = self.head.loss(hidden, labels, count)
+        return loss_sum, (labels != -100).sum() if count is None else count
 
-    def set_recompute(self, on: bool) -> None:
-        """Whether the backward pass runs each block again instead of keeping its activations."""
+    def set_keep(self, keep: str) -> None:
+        """What blocks keep for the backward pass.
+
+        Args:
+            keep: all: what the backward pass reads, so that nothing runs again. acts: MoE blocks do, so that no tokens
+                travel again and no expert computes again; the others keep their inputs and run again. inputs: all
+                blocks keep their inputs. Routing is kept in any case, and no product whose result is not read is made
+                again.
+
+        Raises:
+            ValueError: another word.
+        """
+        if keep not in KEEPS:
+            raise ValueError(f"keep = {keep!r}; expected one of {', '.join(KEEPS)}")
         for layer in self.layers:
-            layer.recompute = on
+            layer.recompute = keep == "inputs" or (keep == "acts" and layer.kind != "E")
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -271,3 +326,8 @@ class HybridLM(nn.Module):
                         cfg.conv_kernel
                     )
             tensor.copy_(value)
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """One behind the other; a single one as it is."""
+    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows))

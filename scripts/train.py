@@ -3,10 +3,13 @@
     torchrun --nproc_per_node 4 scripts/train.py RECIPE.toml [--section.key value ...]
     torchrun --nproc_per_node 4 scripts/train.py                 the embedded default: makes its own model and data
     python scripts/train.py RECIPE.toml --dry-run                resolves and checks everything, trains nothing
+    python scripts/train.py RECIPE.toml --dry-run --device rtxpro6000 --ranks 4     for a machine that is not here
 
-Every key of the recipe is a flag that wins over the file.
+Every key of the recipe is a flag that wins over the file. A dry run says what a rank needs, what it sends, and whether
+it fits; --device is one of a100-80, b200, h100, h200, rtxpro6000. The weights need not be here, nor the data.
 """
 
+import argparse
 import signal
 import sys
 import time
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 from hymoe.engine.stop import StopFlag
 
 if TYPE_CHECKING:
-    from hymoe.engine.devices import World
+    from hymoe.engine.devices import Machine, World
 
 
 def main() -> int:
@@ -51,23 +54,47 @@ def _run(here: "World", stop: StopFlag | None) -> int:
     arguments = sys.argv[1:]
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     spelled = {"true": "True", "false": "False"}  # TOML's words are good on the command line too
-    arguments = [spelled.get(word, word) for word in arguments if word != "--dry-run"]
+    arguments = [spelled.get(word, word) for word in arguments]
+    machine = _planned(arguments, here)
     given = demo_recipe(here.rank) if file is None else recipes.load(file)
     recipe = tyro.cli(
         recipes.Recipe,
         default=given,
         args=arguments,
-        prog="train.py [RECIPE.toml] [--dry-run]",
+        prog="train.py [RECIPE.toml] [--dry-run [--device NAME] [--ranks N]]",
         description=__doc__,
         console_outputs=here.rank == 0,
         config=(tyro.conf.FlagConversionOff,),
     )
-    resolved = resolve(recipe, here)
+    resolved = resolve(recipe, here, machine)
     if stop is not None:
         run.execute(resolved, here, stop)
     elif here.rank == 0:
-        print(run.dry_run(resolved, here))
+        print(run.dry_run(resolved))
     return 0
+
+
+def _planned(arguments: list[str], here: "World") -> "Machine | None":
+    """Takes a dry run's flags, which are no keys of a recipe, out of the arguments: the machine; None: a real run."""
+    from hymoe.engine.devices import named_machine
+    from hymoe.engine.errors import UserError
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("--ranks", type=int)
+    try:
+        flags, arguments[:] = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    if flags.dry_run:
+        return named_machine(flags.device, flags.ranks, here)
+    for name in ("device", "ranks"):
+        if getattr(flags, name) is not None:
+            raise UserError(
+                f"--{name} plans for a machine that is not here; expected --dry-run beside it"
+            )
+    return None
 
 
 def _report(error: Exception, here: "World", *, waits: bool, speaks: bool, status: int) -> int:

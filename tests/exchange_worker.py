@@ -4,6 +4,9 @@ import hashlib
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,10 +30,25 @@ from tests.tiny import tiny_config
 LAYERS = {"layers_block_type": ["moe", "mamba", "moe"]}
 LENGTHS = ((10, 14), (7,), (20, 3, 8), (1, 16), (5,), (30, 2), (9, 9), (12,))  # documents of a row
 SUPERVISED = (5, 1, 0, 3, 2, 6, 4, 7)  # the third row, so a rank's only row, has none
-TRAFFIC = ((1, False, None), (2, True, None), (1, True, 16))  # micro-steps, recompute, latent size
+KEEPS = ("all", "acts", "inputs")
+STEPS = [
+    (1, "all"),
+    (1, "inputs"),
+    (2, "inputs"),
+    (3, "acts"),
+    *((4, keep) for keep in KEEPS),
+]  # micro-steps
+TRAFFIC = (  # micro-steps, passes, keep, latent size
+    (1, 1, "all", None),
+    (4, 1, "acts", None),
+    (4, 1, "inputs", None),
+    (2, 2, "all", None),
+    (1, 1, "inputs", 16),
+)
 CHOICES = {
     "spread": {},
-    "one": {"num_experts_per_tok": 1},  # all tokens to expert 5
+    # All tokens to expert 5. Its weight would be 1 if it were divided by the sum, and its gradient 0.
+    "one": {"num_experts_per_tok": 1, "norm_topk_prob": False},
     "idle": {},  # all tokens to experts 0, 1 and 2: the later ranks get nothing
     "latent": {"moe_latent_size": 16},
     "tied": {"tie_word_embeddings": True},
@@ -42,36 +60,38 @@ FAVOURITES = {"one": (5,), "idle": (0, 1, 2)}
 def micro_batch(number: int) -> MicroBatch:
     """Row `number`: random tokens, of which the first few have labels."""
     rng = torch.Generator().manual_seed(number)
-    tokens = sum(LENGTHS[number])
-    input_ids, labels = torch.randint(0, 97, (2, tokens), generator=rng)
-    labels[SUPERVISED[number] :] = -100
-    return MicroBatch(
-        input_ids, labels, Packed.from_lengths(LENGTHS[number], "cpu", SUPERVISED[number])
-    )
+    lengths, supervised = LENGTHS[number % len(LENGTHS)], SUPERVISED[number % len(SUPERVISED)]
+    input_ids, labels = torch.randint(0, 97, (2, sum(lengths)), generator=rng)
+    labels[supervised:] = -100
+    return MicroBatch(input_ids, labels, Packed.from_lengths(lengths, "cpu", supervised))
 
 
 def case(
     plan: parallel.Alone,
     choices: str,
     micro_steps: int,
-    recompute: bool,
+    keep: str,
     dtype: torch.dtype = torch.float32,
+    together: int = 0,
 ) -> dict:
-    """Loss, gradients and norm of one step over 4 * micro_steps rows, and the rows of every expert."""
-    lm, _ = build(plan, recompute, dtype, **LAYERS, **CHOICES[choices])
+    """Loss, gradients and norm of one step over 4 * micro_steps rows, and the rows of every expert.
+
+    `together` rows pass each block together; 0: all.
+    """
+    lm, _ = build(plan, keep, dtype, **LAYERS, **CHOICES[choices])
     with torch.no_grad():
         for layer in lm.layers:
             if layer.kind == "E":
                 for expert in FAVOURITES.get(choices, ()):
                     layer.mixer.gate.e_score_correction_bias[expert] = 100.0
-    mine = range(plan.rank, 4 * micro_steps, plan.world_size)
+    mine = [micro_batch(n) for n in range(plan.rank, 4 * micro_steps, plan.world_size)]
     loss = torch.zeros((), dtype=torch.float64)
-    for number in mine:
-        micro = micro_batch(number)
-        loss_sum, _ = lm.loss(micro.input_ids, micro.labels, micro.packed)
+    for first in range(0, len(mine), together or len(mine)):
+        some = mine[first : first + (together or len(mine))]
+        loss_sum, _ = lm.loss(*rows_of(some))
         loss_sum.backward()
         loss += loss_sum.detach()
-        plan.collect_gradients(lm, last=number == mine[-1])
+        plan.collect_gradients(lm, last=some[-1] is mine[-1])
     grads = plan.gradients(lm)
     shards = optimizer_of(lm).shards
     norm = grad_norm(grads, [shards[name].is_counted for name, _ in lm.named_parameters()])
@@ -82,6 +102,15 @@ def case(
         "grads": {name: whole(parameter, grad) for (name, parameter), grad in named},
         "loads": plan.sum_over_ranks(take_loads(lm)),
     }
+
+
+def rows_of(batches: list[MicroBatch]) -> tuple[list, list, list]:
+    """What `HybridLM.loss` takes."""
+    return (
+        [micro.input_ids for micro in batches],
+        [micro.labels for micro in batches],
+        [micro.packed for micro in batches],
+    )
 
 
 def optimizer_of(lm: HybridLM) -> Optimizer:
@@ -109,22 +138,63 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def traffic(plan: parallel.Alone, micro_steps: int, recompute: bool, **changes: object) -> dict:
-    """Bytes that this rank sent in a step of equal rows, and its choices: (micro-steps * layers, T, K)."""
-    lm, _ = build(plan, recompute, **LAYERS, **changes)
+def traffic(
+    plan: parallel.Alone, micro_steps: int, passes: int, keep: str, **changes: object
+) -> dict:
+    """What this rank sent in a step of equal rows, and its choices: (micro-steps * layers, T, K).
+
+    `sent` is in bytes, `calls` the number of collectives, both by purpose.
+    """
+    lm, _ = build(plan, keep, **LAYERS, **changes)
     chosen = []
     for layer in lm.layers:
         if layer.kind == "E":
             layer.mixer.gate.register_forward_hook(lambda _, __, out: chosen.append(out[0].ids))
-    plan.wire.sent.clear()
+    batches = []
     for step in range(micro_steps):
         rng = torch.Generator().manual_seed(10 * step + plan.rank)
         input_ids, labels = torch.randint(0, 97, (2, TOKENS), generator=rng)
-        lm.loss(input_ids, labels, Packed.from_lengths((TOKENS,), "cpu", TOKENS))[0].backward()
-        plan.collect_gradients(lm, last=step == micro_steps - 1)
-        del chosen[2 * (step + 1) :]  # of the passes that run again
-    plan.gradients(lm)
-    return {"sent": dict(plan.wire.sent), "chosen": torch.stack(chosen)}
+        packed = Packed.from_lengths((TOKENS,), "cpu", TOKENS)
+        batches.append(MicroBatch(input_ids, labels, packed))
+    plan.wire.sent.clear()
+    first_time = []  # the other choices are of blocks that run again
+    with counted_calls(plan) as calls:
+        for number in range(passes):
+            loss_sum, _ = lm.loss(*rows_of(batches[number::passes]))
+            first_time += chosen
+            loss_sum.backward()
+            plan.collect_gradients(lm, last=number == passes - 1)
+            chosen.clear()
+        plan.gradients(lm)
+    return {"sent": dict(plan.wire.sent), "calls": calls, "chosen": torch.stack(first_time)}
+
+
+@contextmanager
+def counted_calls(plan: parallel.Alone) -> Iterator[Counter]:
+    """Purpose -> collectives of the plan's wire."""
+    calls: Counter[str] = Counter()
+
+    def counted(send):
+        def count(out, x, group, purpose, *args, **kwargs):
+            calls[purpose] += 1
+            return send(out, x, group, purpose, *args, **kwargs)
+
+        return count
+
+    names = ("all_gather", "all_to_all")
+    for name in names:
+        setattr(plan.wire, name, counted(getattr(plan.wire, name)))
+    yield calls
+    for name in names:
+        delattr(plan.wire, name)
+
+
+@contextmanager
+def nan_memory() -> Iterator[None]:
+    """Fresh memory is NaN: torch's switch for determinism fills it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def export(plan: parallel.Alone, base: Path, target: Path) -> None:
@@ -169,30 +239,44 @@ def whole_state(lm: HybridLM, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 def everything(world_size: int, out: Path) -> dict:
     """Every case under every plan of this number of ranks."""
     results, plans = {}, {}
+    if world_size == 1:
+        plan = parallel.start(torch.device("cpu"), 1)
+        for micro_steps in (1, 2, 3, 4):
+            for choices in list(CHOICES)[: None if micro_steps == 1 else 1]:
+                found = case(plan, choices, micro_steps, "all", together=1)
+                results["one by one", choices, micro_steps] = found
     for ep in (1, 2, 4)[: 3 if world_size > 1 else 1]:
         for kind in ("gather", "dedup")[: 2 if ep > 1 else 1]:
             plan = plans[ep] = parallel.start(torch.device("cpu"), world_size, ep, kind)
-            for micro_steps in (1, 2):
-                for recompute in (False, True):
-                    key = (ep, kind, "spread", micro_steps, recompute)
-                    results[key] = case(plan, "spread", micro_steps, recompute)
+            for micro_steps, keep in STEPS:
+                key = (ep, kind, "spread", micro_steps, keep)
+                results[key] = case(plan, "spread", micro_steps, keep)
             for choices in list(CHOICES)[1:]:
-                results[ep, kind, choices, 1, True] = case(plan, choices, 1, True)
+                results[ep, kind, choices, 1, "inputs"] = case(plan, choices, 1, "inputs")
             if world_size > 1:
-                for steps, keep, latent in TRAFFIC:
-                    results[ep, kind, "traffic", steps, keep, latent] = traffic(
-                        plan, steps, keep, moe_latent_size=latent
-                    )
-                again = [
-                    digest(case(plan, "spread", 2, keep, torch.bfloat16)["grads"])
-                    for keep in (False, True, True)
-                ]
-                results[ep, kind, "again"] = again
+                for *steps, latent in TRAFFIC:
+                    found = traffic(plan, *steps, moe_latent_size=latent)
+                    results[ep, kind, "traffic", *steps, latent] = found
+                results |= in_bfloat16(plan, ep, kind)
             export(plan, out / "base", out / f"export_{world_size}_{ep}_{kind}")
     if world_size > 1:
         results["states"] = states(plans, out)
     plan.close()
     return results
+
+
+def in_bfloat16(plan: parallel.Alone, ep: int, kind: str) -> dict:
+    """Digests of one step's gradients however it is run; and the gradients of rows together and in passes."""
+    found = {}
+    for keep in KEEPS:
+        found[keep] = case(plan, "spread", 4, keep, torch.bfloat16)["grads"]
+    with nan_memory():
+        again = case(plan, "spread", 4, "inputs", torch.bfloat16)["grads"]
+    passes = case(plan, "spread", 4, "all", torch.bfloat16, together=1)["grads"]
+    return {
+        (ep, kind, "again"): [digest(grads) for grads in (*found.values(), again)],
+        (ep, kind, "bfloat16"): (found["all"], passes),
+    }
 
 
 def die(plan: parallel.Alone) -> None:

@@ -49,17 +49,17 @@ def digest(tensor: torch.Tensor) -> str:
 def main(rank: int, world: int, meeting: str, source: str, target: str, dtype: str) -> dict:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     lm = wrapped(source, getattr(torch, dtype))
-    read = [0]
+    read = []
     pread = hf_index._pread
 
     def counted(fd, into, offset, entry):
-        read[0] += len(into)
+        read.append(len(into))  # of several threads
         pread(fd, into, offset, entry)
 
     hf_index._pread = counted
     checkpoint = Checkpoint.open(source)
     load_weights(lm, checkpoint)
-    read_once = read[0]
+    read_once = sum(read)
     out_of_place = []
     specs = checkpoint.check_against(lm.config)
     for name, tensor in named_tensors(lm).items():

@@ -31,14 +31,14 @@ def micro_batch(seed: int, supervised: int) -> MicroBatch:
 
 def build(
     plan: parallel.Alone,
-    recompute: bool = False,
+    keep: str = "all",
     dtype: torch.dtype = torch.float32,
     **changes: object,
 ) -> tuple[HybridLM, dict]:
     """The same tiny weights on every rank, sharded."""
     whole = dict(tiny_lm(seed=5, dtype=dtype, **changes).state_dict())
     lm = HybridLM(tiny_config(**changes), dtype=dtype, device="meta")
-    lm.set_recompute(recompute)
+    lm.set_keep(keep)
     lm = plan.shard(lm)
     with torch.no_grad():
         for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
@@ -111,10 +111,10 @@ def not_finite(plan: parallel.Alone) -> dict:
     return {"applied": applied, "weights": kept, "count": int(job.optimizer.count)}
 
 
-def idle_experts(plan: parallel.Alone, recompute: bool) -> dict:
+def idle_experts(plan: parallel.Alone, keep: str) -> dict:
     """Every token of rank r goes to expert r, ten steps."""
     options = {"num_experts_per_tok": 1, "layers_block_type": ["moe", "mamba", "moe"]}
-    lm, whole = build(plan, recompute, **options)
+    lm, whole = build(plan, keep, **options)
     with torch.no_grad():
         for layer in lm.layers:
             if layer.kind == "E":
@@ -137,7 +137,7 @@ def main() -> None:
         plan = parallel.start(torch.device("cpu"), ranks, expert_parallel)
         results = {"uneven": uneven(plan), "masked": masked(plan), "not_finite": not_finite(plan)}
         if plan.world_size > 1:
-            results |= {f"idle_{on}": idle_experts(plan, on) for on in (False, True)}
+            results |= {f"idle_{keep}": idle_experts(plan, keep) for keep in ("all", "inputs")}
         torch.save(results, Path(sys.argv[2]) / f"{ranks}_{expert_parallel}_{plan.rank}.pt")
     plan.close()
 

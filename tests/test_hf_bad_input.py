@@ -160,12 +160,12 @@ def test_index_that_names_something_else_than_a_file_of_the_folder(
     for place in (tmp_path, shards / "sub"):
         save_file({EXPERT: torch.zeros(24, 32)}, place / "x.safetensors")
     edit_index(shards, lambda weight_map: weight_map.update({EXPERT: entry}))
-    monkeypatch.setattr(hf_index, "_read_header", lambda file: pytest.fail(f"{file} was opened"))
+    monkeypatch.setattr(hf_index, "read_header", lambda file: pytest.fail(f"{file} was opened"))
     load_is_refused(shards, INDEX, EXPERT, repr(entry), "plain file name")
 
 
 def test_link_out_of_the_folder(shards, single, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_index, "_read_header", lambda file: pytest.fail(f"{file} was opened"))
+    monkeypatch.setattr(hf_index, "read_header", lambda file: pytest.fail(f"{file} was opened"))
     for folder, name in ((shards, "model-00002-of-"), (single, SINGLE)):
         file = next(path for path in folder.iterdir() if path.name.startswith(name))
         outside = tmp_path / f"outside-{file.name}"
@@ -362,7 +362,7 @@ def test_headers_of_odd_but_sound_files_are_read(tmp_path):
         "scalar": line(19, 20, "BOOL", ()),
     }
     write_raw(file, json.dumps(header).encode() + b"   ", bytes(20))
-    entries = hf_index._read_header(file)
+    entries = hf_index.read_header(file)
     assert {n: (e.start, e.nbytes) for n, e in entries.items()} == {
         name: (file.stat().st_size - 20 + begin, size)
         for name, (begin, size) in {

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hymoe.engine import hf_export, hf_index, hf_plan
+from hymoe.engine import hf_export, hf_header, hf_plan
 from hymoe.engine.hf_checkpoint import (
     Checkpoint,
     export_dtypes,
@@ -208,7 +208,7 @@ def test_odd_sizes_stay_aligned(folder, tmp_path):
     save_pretrained(load_pretrained(folder), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(folder)
     for entry in Checkpoint.open(tmp_path / "out").entries.values():
-        assert entry.start % (hf_index.BITS[entry.dtype] // 8) == 0, entry.name
+        assert entry.start % (hf_header.BITS[entry.dtype] // 8) == 0, entry.name
 
 
 @pytest.mark.parametrize("size", ["", "5 XB", "-1GB", "0", 0, "GB", "1e9", "0.1KB5"])

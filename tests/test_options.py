@@ -94,7 +94,7 @@ def inputs_of_layers(lm: HybridLM) -> tuple[list[Tensor], list[Tensor]]:
     blocks, mixers = [], []
     hooks = []
     for layer in lm.layers:
-        hooks.append(layer.register_forward_pre_hook(lambda _, args: blocks.append(args[0])))
+        hooks.append(layer.register_forward_pre_hook(lambda _, args: blocks.extend(args[0])))
         hooks.append(layer.mixer.register_forward_pre_hook(lambda _, args: mixers.append(args[0])))
     lm(row()[0], Packed.from_lengths(LENGTHS))
     for hook in hooks:

@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts": {"layers_block_type": ["moe"] * 2},
     "hybrid": {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"]},
 }
-both_ways = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+both_ways = pytest.mark.parametrize("keep", ["all", "inputs"])
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -41,12 +41,10 @@ def gradients(lm: HybridLM, *batch: Any) -> dict[str, Tensor]:
 @both_ways
 @every_kind
 @pytest.mark.parametrize("lengths", [LENGTHS, (1, 1, 1), (CHUNK - 1, CHUNK + 1, CHUNK)], ids=str)
-def test_packed_is_the_documents_alone(
-    lengths: tuple[int, ...], kind: str, recompute: bool
-) -> None:
+def test_packed_is_the_documents_alone(lengths: tuple[int, ...], kind: str, keep: str) -> None:
     """Hidden states, logits, loss, and the gradient of every parameter: the sum over the documents."""
     lm = tiny_lm(seed=5, **KINDS[kind])
-    lm.set_recompute(recompute)
+    lm.set_keep(keep)
     input_ids, labels = row(lengths)
     labels[labels == -100] = 3  # every token counts, so that a document of one token does, too
     packed = Packed.from_lengths(lengths)
@@ -99,7 +97,7 @@ def disjoint_row(lengths: tuple[int, ...]) -> Tensor:
 @both_ways
 @every_kind
 @pytest.mark.parametrize("number", [0, 2, 4])
-def test_a_document_of_nan_stays_alone(number: int, kind: str, recompute: bool) -> None:
+def test_a_document_of_nan_stays_alone(number: int, kind: str, keep: str) -> None:
     """The embeddings of one document's ids are NaN: hidden states, losses and embedding gradients of the others stay.
 
     To the bit, except where experts are: NaN chooses experts, too, and with the number of an expert's rows the
@@ -107,7 +105,7 @@ def test_a_document_of_nan_stays_alone(number: int, kind: str, recompute: bool) 
     """
     lengths = (7, 1, 20, 2, 30)
     lm = tiny_lm(seed=6, **KINDS[kind])
-    lm.set_recompute(recompute)
+    lm.set_keep(keep)
     input_ids = disjoint_row(lengths)
     packed = Packed.from_lengths(lengths)
     inside = torch.zeros(sum(lengths), dtype=torch.bool)
@@ -142,10 +140,10 @@ PRIME_RL = {
 
 @both_ways
 @pytest.mark.parametrize("kind", PRIME_RL)
-def test_a_changed_neighbour_changes_nothing(kind: str, recompute: bool) -> None:
+def test_a_changed_neighbour_changes_nothing(kind: str, keep: str) -> None:
     """prime-rl#3000: A = 5 6 7 8 (or 42), B = 9 to 13 behind it; four taps, the border inside a chunk of 4."""
     lm = tiny_lm(seed=7, layers_block_type=PRIME_RL[kind], conv_kernel=4, chunk_size=4)
-    lm.set_recompute(recompute)
+    lm.set_keep(keep)
     b_ids = torch.arange(9, 14)
     b_labels = torch.tensor([10, 11, 12, 13, -100])
     results = []
@@ -177,9 +175,9 @@ def test_without_the_boundary_the_neighbour_shows() -> None:
 
 
 @both_ways
-def test_boundaries_as_a_tensor_are_the_row(recompute: bool) -> None:
+def test_boundaries_as_a_tensor_are_the_row(keep: str) -> None:
     lm = tiny_lm(seed=8)
-    lm.set_recompute(recompute)
+    lm.set_keep(keep)
     input_ids, labels = row(LENGTHS)
     packed = Packed.from_lengths(LENGTHS)
     found = gradients(lm, input_ids, labels, packed.cu_seqlens)
@@ -192,6 +190,6 @@ def test_recomputation_changes_no_bit(kind: str) -> None:
     lm = tiny_lm(seed=9, **KINDS[kind])
     batch = (*row(LENGTHS), Packed.from_lengths(LENGTHS))
     kept = gradients(lm, *batch)
-    lm.set_recompute(True)
+    lm.set_keep("inputs")
     for name, found in gradients(lm, *batch).items():
         assert torch.equal(found, kept[name]), name

@@ -41,15 +41,15 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("keep", ["all", "inputs"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_gradients_equal_the_reference(name: str, recompute: bool) -> None:
+def test_logits_and_gradients_equal_the_reference(name: str, keep: str) -> None:
     """53 tokens: no chunk length divides them."""
     options = dict(CONFIGS[name])
     if "norm_eps" in options:
         options["layer_norm_epsilon"] = options["norm_eps"]
     lm = tiny_lm(seed=3, **options)
-    lm.set_recompute(recompute)
+    lm.set_keep(keep)
     twin = reference_twin(lm)
     input_ids = torch.randint(0, 97, (53,), generator=torch.Generator().manual_seed(1))
     labels = functional.pad(input_ids[1:], (0, 1), value=-100)

@@ -355,7 +355,15 @@ def _write_prompts(sweep: Sweep, split: Split, path: Path) -> list[str]:
             for b in read_battles(sweep.path(split.battles))[0]
         ]
     else:
-        rows = [{"id": p.key, "prompt": p.prompt} for p in read_prompts(sweep.path(split.prompts))]
+        file = sweep.path(split.prompts)
+        read_prompts(file)  # refuses what is wrong with it
+        rows = [
+            {
+                "id": str(row["key"]),
+                "messages": row.get("messages") or [{"role": "user", "content": row["prompt"]}],
+            }
+            for _, row in read_jsonl(file)
+        ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return [str(row["id"]) for row in rows]
 
