@@ -49,8 +49,6 @@ class Job:
         together: micro-steps that pass each block together; 0: all of a step.
         implementation: fused, as on a GPU, or torch, as on a CPU.
         load_skew: tokens of the busiest rank over the mean, where the routing decides.
-        knows_choices: the host knows how many choices of the rows that come are for experts of this rank. A CPU does;
-            the exchanges do not ask a GPU, so that its experts' tensors have room for every choice of every row.
     """
 
     config: HybridConfig
@@ -65,7 +63,6 @@ class Job:
     together: int = 0
     implementation: str = "fused"
     load_skew: float = LOAD_SKEW
-    knows_choices: bool = False
 
     def check(self) -> None:
         """Refuses what does not exist.
@@ -114,9 +111,10 @@ class Job:
             rows, sent = ranks * tokens + 1, 0.0
         else:
             sent = tokens * (1 + expected_copies(self.config.n_routed_experts, top_k, ranks))
-            rows = self.load_skew * sent + 1
-        is_exact = self.knows_choices or self.implementation == "torch"
-        room = (self.load_skew * tokens if is_exact else rows) * top_k
+            rows = min(self.load_skew * sent, ranks * tokens) + 1
+        # With `gather` a GPU is not asked how many choices are for experts at hand: there is room for all of them.
+        is_known = self.exchange == "dedup" or self.implementation == "torch"
+        room = (self.load_skew * tokens if is_known else rows) * top_k
         return Received(rows=rows, choices=room, sent=sent, ranks=ranks)
 
 

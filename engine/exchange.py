@@ -51,10 +51,12 @@ class Route(Protocol):
     Attributes:
         ids: (R, K) int32 choices of the received rows, -1 where a row is nobody's; None until they were sent.
         asks: whether the host has to `settle` before rows can be sent.
+        choices: of the received rows, those of experts of this rank, where the host knows how many.
     """
 
     ids: Tensor | None
     asks: bool
+    choices: int | None
 
     def settle(self) -> None:
         """Waits until rows can be sent; at once where that has been done."""
@@ -91,6 +93,7 @@ class Gather(_Waiting):
     """Every token to every rank of the group; each rank's tokens padded to the most that one has."""
 
     asks = False
+    choices: int | None = None
 
     def __init__(self, wire: Wire, group: Any, tokens: list[int]) -> None:
         """`tokens` of every rank of the group."""
@@ -129,6 +132,7 @@ class Dedup(_Waiting):
     """A token once to each rank that holds at least one of its experts."""
 
     asks = True
+    choices: int | None = None  # until it has settled
 
     def __init__(self, wire: Wire, group: Any, ids: Tensor, experts: int) -> None:
         """Sends the numbers of rows; does not wait for them.
@@ -143,10 +147,13 @@ class Dedup(_Waiting):
         self.ids: Tensor | None = None
         self._wire, self._group = wire, group
         self._size = dist.get_world_size(group)
+        owner = ids // experts  # (T, K)
         hit = torch.zeros(self._size, len(ids), dtype=torch.bool, device=ids.device)
-        self._hit: Tensor | None = hit.scatter_(0, (ids // experts).T, True)
-        numbers = ids.new_empty(2, self._size)
-        torch.sum(hit, 1, out=numbers[0])
+        self._hit: Tensor | None = hit.scatter_(0, owner.T, True)
+        choices = ids.new_zeros(self._size)
+        choices.scatter_add_(0, owner.flatten(), ids.new_ones(1).expand(ids.numel()))
+        numbers = ids.new_empty(2, self._size, 2)  # sent and received: rows, choices
+        torch.stack([hit.sum(1), choices], dim=1, out=numbers[0])
         wire.all_to_all(numbers[1], numbers[0], group, PURPOSE)
         self._numbers, self._copied = numbers, None
         if ids.is_cuda:
@@ -156,7 +163,7 @@ class Dedup(_Waiting):
             self._copied.record()
 
     def settle(self) -> None:
-        """Reads the numbers of rows: the one wait for the device; then the order of the rows, without one.
+        """Reads the numbers of rows and choices: the one wait for the device; then the order of the rows, without one.
 
         Rows go by destination, a rank's in the order of the tokens.
         """
@@ -164,7 +171,8 @@ class Dedup(_Waiting):
             return
         if self._copied is not None:
             self._copied.synchronize()
-        self._sent, self._received = self._numbers.tolist()
+        self._sent, received = self._numbers[0, :, 0].tolist(), self._numbers[1]
+        self._received, self.choices = received[:, 0].tolist(), int(received[:, 1].sum())
         hit, total = self._hit, sum(self._sent)
         place = hit.flatten().cumsum(0).view_as(hit) - 1
         self._place = torch.where(hit, place, total)  # (n, T): of each copy, or the row of zeros
@@ -280,7 +288,9 @@ class ExpertExchange:
             rows, row_weights = sent or self._send(route, x, weights, routing)
             route.wait()
             here = choices_here(
-                *(route.ids, self._first, self._experts, experts.kernels), is_static=x.is_cuda
+                *(route.ids, self._first, self._experts, experts.kernels),
+                known=route.choices,
+                is_static=x.is_cuda,
             )
             stacks = {name: _own(stack) for name, stack in experts.named_parameters()}
             partial = functional_call(experts, stacks, (rows, row_weights, here, is_read))
@@ -306,7 +316,9 @@ class ExpertExchange:
         return rows, row_weights
 
 
-def choices_here(ids: Tensor, first: int, experts: int, kernels: str, is_static: bool) -> Routing:
+def choices_here(
+    ids: Tensor, first: int, experts: int, kernels: str, known: int | None, is_static: bool
+) -> Routing:
     """Received choices as choices among this rank's experts, with the row of zeros behind them.
 
     Args:
@@ -314,8 +326,9 @@ def choices_here(ids: Tensor, first: int, experts: int, kernels: str, is_static:
         first: expert of this rank.
         experts: of this rank.
         kernels: which implementation of the sort, see `launch.choose`.
-        is_static: keep the rows of choices elsewhere, unused, behind the others, so that the host need not know their
-            number; Triton kernels allow it.
+        known: choices of experts of this rank, where the host knows their number.
+        is_static: where it does not, keep the rows of choices elsewhere, unused, behind the others, instead of asking
+            the device; Triton kernels allow it, and every tensor between the products is as much longer.
 
     Returns:
         routing: of R+1 rows.
@@ -329,7 +342,11 @@ def choices_here(ids: Tensor, first: int, experts: int, kernels: str, is_static:
     # Of the first expert's rows the last one is the row of zeros: the sort is stable.
     inverse = torch.where(here == experts, table.offsets[1:2] - 1, table.inverse)
     offsets = table.offsets[:-1]
-    order = table.order if is_static else table.order[: int(offsets[-1])]
+    order = table.order
+    if known is not None:
+        order = order[: known + 1]  # and the row of zeros
+    elif not is_static:
+        order = order[: int(offsets[-1])]
     return Routing(here, order, inverse, offsets)
 
 

@@ -101,7 +101,7 @@ def _exchange(
     else:
         if copies is None:
             copies = expected_copies(config.n_routed_experts, top_k, ranks)
-        rows, numbers = copies * tokens, (ranks - 1) * 8
+        rows, numbers = copies * tokens, (ranks - 1) * 16
     wide, narrow = 4, 3  # passes of Din values, of K numbers
     if keep == "inputs":
         wide += 1 if config.moe_latent_size is None else 2

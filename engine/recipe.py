@@ -87,7 +87,7 @@ class Parallel:
     """Ranks that share the experts, each holding whole ones, so that tokens travel and not weights; 1: every rank
     gathers every expert. auto: the most that divides ranks and experts."""
     exchange: Literal["auto", "gather", "dedup"] = "auto"
-    """How tokens travel: all to all ranks, or each once to every rank that it needs; auto: gather up to 4 ranks."""
+    """How tokens travel: all to all ranks, or each once to every rank that it needs; auto: dedup."""
     expert_order: str = ""
     """An earlier run's `expert_loads.json`: experts are spread over their ranks so that these loads are even; empty: in
     their own order. Neither the model nor what is saved and exported depends on it."""

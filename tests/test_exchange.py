@@ -245,7 +245,10 @@ def test_a_rank_killed_inside_an_exchange_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [0, 4])
-def test_choices_elsewhere_bring_nothing_in(kernels: str, dtype: torch.dtype, first: int) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_choices_elsewhere_bring_nothing_in(
+    kernels: str, dtype: torch.dtype, first: int, is_known: bool
+) -> None:
     """Of 8 experts 3 are here; fresh memory, NaN in this test, reaches no result through a choice of another."""
     rng = torch.Generator().manual_seed(3)
     rows, top_k, experts = 21, 3, 3
@@ -267,9 +270,11 @@ def test_choices_elsewhere_bring_nothing_in(kernels: str, dtype: torch.dtype, fi
         expected[:-1] += share * (hidden @ down[e].float().T)
     wanted = torch.autograd.grad(expected, leaves, dout.float())
 
-    is_static = kernels == "triton"
+    known = int(((ids >= first) & (ids < first + experts)).sum()) if is_known else None
     with nan_memory():
-        here = choices_here(ids.to(torch.int32), first, experts, kernels, is_static)
+        here = choices_here(
+            ids.to(torch.int32), first, experts, kernels, known, is_static=kernels == "triton"
+        )
         out = expert_mlp(*leaves, here, kernels=kernels)
         found = torch.autograd.grad(out, leaves, dout)
     bound = 1e-6 if dtype == torch.float32 else 2e-2
