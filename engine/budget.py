@@ -46,6 +46,7 @@ class Job:
         keep: what the backward pass finds: all | acts (MoE blocks keep what they read, the others run again) | inputs.
         expert_parallel: ranks that share the experts; 1: every rank gathers every expert.
         exchange: gather or dedup.
+        replicas: copies of what FSDP2 shards.
         together: micro-steps that pass each block together; 0: all of a step.
         implementation: fused, as on a GPU, or torch, as on a CPU.
         load_skew: tokens of the busiest rank over the mean, where the routing decides.
@@ -60,6 +61,7 @@ class Job:
     keep: str
     expert_parallel: int = 1
     exchange: str = "gather"
+    replicas: int = 1
     together: int = 0
     implementation: str = "fused"
     load_skew: float = LOAD_SKEW
@@ -89,6 +91,11 @@ class Job:
             raise UserError(
                 f"expert_parallel = {self.expert_parallel}; expected a divisor of {self.world_size} ranks"
             )
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP2 spreads a copy over."""
+        return self.world_size // self.replicas
 
     @property
     def rows(self) -> int:
@@ -161,7 +168,7 @@ def estimate(job: Job, *, on_gpu: bool = True) -> Budget:
     state = state_parts(job)
     peaks = walk(
         Shape(
-            config=job.config, world_size=job.world_size, expert_parallel=job.expert_parallel,
+            config=job.config, world_size=job.shards, expert_parallel=job.expert_parallel,
             tokens=job.micro_tokens, together=job.rows, passes=job.passes, dtype=job.dtype,
             keep=job.keep, implementation=job.implementation, received=job.received,
         )
@@ -194,7 +201,7 @@ def _has_remainder(job: Job) -> bool:
 def state_parts(job: Job) -> dict[str, int]:
     """What lives through the whole run: part -> bytes of one rank, the first and so never the smallest."""
     counts = count_parameters(job.config)
-    found = units(job.config, job.world_size, job.expert_parallel)
+    found = units(job.config, job.shards, job.expert_parallel)
     values = sum(found[kind].own + found[kind].stay for kind in job.config.pattern)
     values += sum(found[key].own for key in ("embedding", "head") if key in found)
     weights, trained = values * DTYPE_BYTES[job.dtype], counts.small - counts.frozen

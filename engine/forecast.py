@@ -46,7 +46,7 @@ def sent(job: budget.Job) -> dict[str, float]:
     return bytes_per_step(
         job.config, world_size=job.world_size, expert_parallel=job.expert_parallel,
         exchange=job.exchange, micro_tokens=job.micro_tokens, micro_steps=job.micro_steps,
-        dtype=job.dtype, keep=job.keep, passes=job.passes,
+        dtype=job.dtype, keep=job.keep, passes=job.passes, replicas=job.replicas,
     )  # fmt: skip
 
 

@@ -9,6 +9,10 @@ Gradients are sums over ranks, never means: the loss is a sum, and one factor, 1
 applied by the optimiser. Every sum over ranks is made in float32 in the order of the ranks, so that two runs give the
 same bits.
 
+**Replicas.** With `replicas` above 1 FSDP2 shards over neighbouring ranks only, such as those of a node, and each group
+of them has a copy: FSDP2's hybrid sharding. Gradients are reduced in float32 inside a group, by what travels as the
+parameter's dtype, and FSDP2's own all-reduce adds those of the copies, in float32 too.
+
 **Expert groups.** Neighbouring ranks: rank = group * n + place, so that a group lies in one node. The rank at place e
 holds the experts e*E/n to (e+1)*E/n of every layer. Their gradients are complete without any sum, because all tokens of
 the group came to them. With fewer ranks in a group than in the world every group has all experts, and the gradients of
@@ -25,7 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hymoe.engine.errors import UserError
@@ -84,21 +93,33 @@ class Alone:
 
 
 class Sharded(Alone):
-    """FSDP2 over all ranks."""
+    """FSDP2 over all ranks, or over those of a replica."""
 
-    def __init__(self, device: torch.device, timeout_s: float = 1800.0) -> None:
-        """Joins the process group that torchrun's environment describes."""
+    def __init__(self, device: torch.device, replicas: int = 1, timeout_s: float = 1800.0) -> None:
+        """Joins the process group that torchrun's environment describes.
+
+        Args:
+            device: where everything lives.
+            replicas: copies of what FSDP2 shards; divides the world.
+            timeout_s: of a collective.
+        """
         super().__init__(device)
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("fsdp",))
+        self.replicas = replicas
+        shape, names = (self.world_size,), ("fsdp",)
+        if replicas > 1:
+            shape, names = (replicas, self.world_size // replicas), ("replica", "fsdp")
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
 
     def shard(self, lm: HybridLM) -> HybridLM:
         """Wraps blocks, embedding, head and root; each rank allocates its own rows of dimension 0 only."""
         apart = {p for name, p in lm.named_parameters() if self._is_apart(name)}
         options: dict[str, Any] = {"mesh": self.mesh, "ignored_params": apart}
+        if self.replicas > 1:  # copies' gradients are added in the dtype of the reduction
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for layer in lm.layers:
             fully_shard(layer, **options)
         if not lm.config.tie_word_embeddings:
@@ -116,8 +137,16 @@ class Sharded(Alone):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_all_gather(CountedAllGather(self.wire))
-                module.set_custom_reduce_scatter(OrderedReduceScatter(self.wire))
+                travels = lm.embeddings.weight.dtype
+                module.set_custom_reduce_scatter(OrderedReduceScatter(self.wire, travels))
+                if self.replicas > 1:
+                    module.set_all_reduce_hook(self._count_all_reduce)
         return lm.to_empty(device=self.device)
+
+    def _count_all_reduce(self, reduced: Tensor) -> None:
+        """FSDP2's all-reduce over the copies, which `Wire` does not see, as a ring sends it."""
+        away = 2 * (self.replicas - 1) * reduced.numel() * reduced.element_size()
+        self.wire.sent["replicas"] += away // self.replicas
 
     @staticmethod
     def _is_apart(name: str) -> bool:
@@ -171,6 +200,7 @@ class ExpertParallel(Sharded):
         device: torch.device,
         group_size: int,
         exchange: str = "gather",
+        replicas: int = 1,
         timeout_s: float = 1800.0,
     ) -> None:
         """Joins the process group, and makes those of the experts.
@@ -179,9 +209,10 @@ class ExpertParallel(Sharded):
             device: where everything lives.
             group_size: ranks that share the experts; divides the world.
             exchange: gather or dedup.
+            replicas: copies of all but the experts, see `Sharded`.
             timeout_s: of a collective.
         """
-        super().__init__(device, timeout_s)
+        super().__init__(device, replicas, timeout_s)
         self._kind, self.group_size = exchange, group_size
         timeout = timedelta(seconds=timeout_s)
         names = ("group", "place")
@@ -335,7 +366,7 @@ def choose_expert_parallel(asked: str | int, world_size: int, num_experts: int) 
     return size, "as asked"
 
 
-def choose_exchange(asked: str, expert_parallel: int) -> str:
+def choose_exchange(asked: str) -> str:
     """Resolves `parallel.exchange`: auto is dedup.
 
     `gather` never waits for the device, but sends 1.2 times (4 ranks) to 1.8 times (8) as much, and without knowing how
@@ -349,14 +380,18 @@ def resolve_experts(
 ) -> tuple[int, str, list[str]]:
     """How many ranks share the experts, by which exchange, and what to tell a person of it."""
     size, reason = choose_expert_parallel(asked.expert_parallel, world_size, num_experts)
-    exchange = choose_exchange(asked.exchange, size)
+    exchange = choose_exchange(asked.exchange)
     if size == 1:
         return size, exchange, []
     return size, exchange, [f"parallel.expert_parallel = {size}, exchange {exchange}: {reason}"]
 
 
 def start(
-    device: torch.device, world_size: int, expert_parallel: int = 1, exchange: str = "auto"
+    device: torch.device,
+    world_size: int,
+    expert_parallel: int = 1,
+    exchange: str = "auto",
+    replicas: int = 1,
 ) -> Alone:
     """The plan for a process of `world_size`.
 
@@ -365,9 +400,10 @@ def start(
         world_size: all ranks.
         expert_parallel: ranks that share the experts, what `choose_expert_parallel` gave.
         exchange: auto, gather or dedup.
+        replicas: copies of what FSDP2 shards.
     """
     if world_size == 1:
         return Alone(device)
     if expert_parallel == 1:
-        return Sharded(device)
-    return ExpertParallel(device, expert_parallel, choose_exchange(exchange, expert_parallel))
+        return Sharded(device, replicas)
+    return ExpertParallel(device, expert_parallel, choose_exchange(exchange), replicas)

@@ -35,6 +35,7 @@ def bytes_per_step(
     keep: str,
     copies: float | None = None,
     passes: int = 1,
+    replicas: int = 1,
 ) -> dict[str, float]:
     """Predicts what one rank sends in one step; a mean over the ranks where the routing decides.
 
@@ -49,6 +50,7 @@ def bytes_per_step(
         keep: inputs, acts or all; see `train.keep`.
         copies: other ranks that a token goes to under dedup; None: `expected_copies`.
         passes: in how many the micro-steps are taken, see `train.micro_steps_together`.
+        replicas: copies of what FSDP2 shards.
 
     Returns:
         Purpose -> bytes. Small sums such as the loss are left out.
@@ -59,6 +61,7 @@ def bytes_per_step(
     if exchange not in ("gather", "dedup"):
         raise UserError(f"parallel.exchange is {exchange!r}; expected gather or dedup")
     n, size = world_size, DTYPE_BYTES[dtype]
+    shards = n // replicas
     sent = {"gather": 0.0, "reduce": 0.0, "replicas": 0.0, "exchange": 0.0}
     specs, small = tensor_specs(config), 0
     for name, files in by_parameter(specs).items():
@@ -73,9 +76,11 @@ def bytes_per_step(
             wire = size if passes == 1 else WIDE
             sent["replicas"] += 2 * (groups - 1) * part * wire
         else:
-            away = (n - 1) * -(-shape[0] // n) * math.prod(shape[1:]) * size * passes
+            rows = -(-shape[0] // shards) * math.prod(shape[1:]) * passes
+            away = (shards - 1) * rows * size
             sent["gather"] += away * (2 if name.startswith("layers.") else 1)
             sent["reduce"] += away
+            sent["replicas"] += 2 * (replicas - 1) / replicas * rows * WIDE
     sent["replicas"] += 2 * (n - 1) * -(-small // n) * WIDE
     if expert_parallel > 1:
         layer = _exchange(config, expert_parallel, exchange, micro_tokens, size, keep, copies)

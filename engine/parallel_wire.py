@@ -124,9 +124,9 @@ class OrderedReduceScatter:
     The bits are those of a float32 reduce-scatter that adds in rank order, and half its bytes travel.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        """`wire` counts."""
-        self._wire = wire
+    def __init__(self, wire: Wire, travels: torch.dtype) -> None:
+        """`wire` counts; `travels` is the parameters' dtype, which gradients have before FSDP2 widens them."""
+        self._wire, self._travels = wire, travels
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for FSDP2's copy-in or for the sum."""
@@ -149,6 +149,7 @@ class OrderedReduceScatter:
             raise RuntimeError(
                 f"expected a synchronous sum, FSDP2 asked for {op}, async_op={async_op}"
             )
-        received = torch.empty_like(input_tensor)
-        self._wire.all_to_all(received, input_tensor, group, "reduce")
+        narrow = input_tensor.to(self._travels)  # exact
+        received = torch.empty_like(narrow)
+        self._wire.all_to_all(received, narrow, group, "reduce")
         output_tensor.copy_(sum_in_order(received.view(dist.get_world_size(group), -1)))

@@ -91,7 +91,8 @@ class Parallel:
     expert_order: str = ""
     """An earlier run's `expert_loads.json`: experts are spread over their ranks so that these loads are even; empty: in
     their own order. Neither the model nor what is saved and exported depends on it."""
-    replicas: Literal[1] = 1
+    replicas: int = 1
+    """Copies of what FSDP2 shards, each over neighbouring ranks: one a node, where the link between nodes is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,10 @@ def check(recipe: Recipe, world_size: int) -> int:
             raise UserError(f"{key} = {value}; expected 0 or more")
     if train.steps is None and not train.epochs > 0:
         raise UserError(f"train.epochs = {train.epochs}; expected more than 0, or train.steps")
+    if recipe.parallel.replicas < 1 or world_size % recipe.parallel.replicas:
+        raise UserError(
+            f"parallel.replicas = {recipe.parallel.replicas}; expected a divisor of {world_size} ranks"
+        )
     if data.micro_tokens % data.seq_len:
         raise UserError(
             f"data.micro_tokens = {data.micro_tokens} is no multiple of data.seq_len = {data.seq_len}: "

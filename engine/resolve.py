@@ -86,6 +86,7 @@ def resolve(recipe: Recipe, here: World, machine: Machine | None = None) -> Reso
         keep="inputs",
         expert_parallel=size,
         exchange=exchange,
+        replicas=recipe.parallel.replicas,
         together=recipe.train.micro_steps_together,
         implementation="fused" if is_fused else "torch",
     )

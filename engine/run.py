@@ -66,7 +66,10 @@ def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Ou
     rows, stats = _rows(recipe, recipe.data.path, tokenizer)
     evals = None if recipe.data.eval is None else _rows(recipe, recipe.data.eval, tokenizer)
     experts = recipe.parallel
-    plan = parallel.start(here.device, here.size, int(experts.expert_parallel), experts.exchange)
+    plan = parallel.start(
+        *(here.device, here.size, int(experts.expert_parallel)),
+        *(experts.exchange, experts.replicas),
+    )
     group = checkpoint.Group()
     job, patience_s = None, 5.0
     watch = faults.PeerWatch(group.peers(), here.rank, lambda: first_to_speak(here))

@@ -10,6 +10,7 @@ from hymoe.engine import parallel
 from hymoe.engine.data.loader import MicroBatch, StepBatch
 from hymoe.engine.hf_rows import local_rows
 from hymoe.engine.optim import Optimizer
+from hymoe.engine.parallel_bytes import bytes_per_step
 from hymoe.engine.recipe import Optim, Recipe
 from hymoe.engine.stop import StopFlag
 from hymoe.engine.train import Job, take_step
@@ -129,6 +130,20 @@ def idle_experts(plan: parallel.Alone, keep: str) -> dict:
     }
 
 
+def traffic(plan: parallel.Alone, expert_parallel: int) -> dict:
+    """Bytes of one BF16 step, counted and predicted."""
+    lm, _ = build(plan, dtype=torch.bfloat16)
+    batch = StepBatch((micro_batch(plan.rank, 5),), 5 * plan.world_size, TOKENS, 1.0)
+    job = job_of(plan, lm, [batch])
+    plan.wire.sent.clear()
+    norm = take_step(job, 1).report.grad_norm.item()
+    predicted = bytes_per_step(
+        lm.config, world_size=plan.world_size, expert_parallel=expert_parallel, exchange="gather",
+        micro_tokens=TOKENS, micro_steps=1, dtype="bfloat16", keep="all", replicas=plan.replicas,
+    )  # fmt: skip
+    return {"norm": norm, "sent": dict(plan.wire.sent), "predicted": predicted}
+
+
 def main() -> None:
     """Runs every case under FSDP2 alone and with experts on their ranks, and saves what this rank saw."""
     torch.set_num_threads(1)
@@ -139,6 +154,12 @@ def main() -> None:
         if plan.world_size > 1:
             results |= {f"idle_{keep}": idle_experts(plan, keep) for keep in ("all", "inputs")}
         torch.save(results, Path(sys.argv[2]) / f"{ranks}_{expert_parallel}_{plan.rank}.pt")
+    if ranks == 4:
+        found = {}
+        for expert_parallel, replicas in ((1, 1), (1, 2), (1, 4), (2, 2), (4, 2)):
+            plan = parallel.start(torch.device("cpu"), 4, expert_parallel, "gather", replicas)
+            found[expert_parallel, replicas] = traffic(plan, expert_parallel)
+        torch.save(found, Path(sys.argv[2]) / f"4_0_{plan.rank}.pt")
     plan.close()
 
 

@@ -102,3 +102,14 @@ def test_experts_without_tokens_stay_as_they_are(
             before = found[0]["before"][name]
             assert torch.equal(tensor[spread[0] :], before[spread[0] :]), name
             assert all(not torch.equal(tensor[e], before[e]) for e in range(spread[0])), name
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_copies_send_what_is_predicted_and_give_the_same_gradient(results: dict, rank: int) -> None:
+    """BF16 gradients travel narrow inside a copy and are added wide between the copies."""
+    found = results[4, 0, rank]
+    for (_, replicas), seen in found.items():
+        assert seen["norm"] == pytest.approx(found[1, 1]["norm"], rel=5e-3)
+        assert seen["sent"].pop("figures") > 0
+        assert seen["sent"] == {purpose: n for purpose, n in seen["predicted"].items() if n}
+        assert ("gather" in seen["sent"]) == (replicas < 4)

@@ -16,6 +16,8 @@ RANKS = (1, 2, 4)
 EXPERTS = {
     "dedup": (4, ("--parallel.expert_parallel", "4", "--parallel.exchange", "dedup")),
     "gather": (4, ("--parallel.expert_parallel", "2", "--parallel.exchange", "gather")),
+    "copies": (4, ("--parallel.expert_parallel", "1", "--parallel.replicas", "2")),
+    "copies, dedup": (4, ("--parallel.expert_parallel", "4", "--parallel.replicas", "2")),
 }
 STEPS = 4
 
