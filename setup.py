@@ -12,8 +12,10 @@ ROOMS = [
     "kernels/ssd",
     "model",
     "engine",
+    "engine/bundle",
     "engine/data",
     "engine/eval",
+    "engine/preflight",
 ]
 PACKAGE_DIR = {"hymoe." + room.replace("/", "."): room for room in ROOMS}
 

@@ -129,6 +129,9 @@ def _remedy(recipe: Recipe) -> str:
     advice = []
     if recipe.train.keep != "inputs":
         advice.append(f'train.keep = "inputs" (is {recipe.train.keep})')
+    together = recipe.train.micro_steps_together
+    if together != 1 and recipe.train.step_tokens > recipe.data.micro_tokens:
+        advice.append(f"train.micro_steps_together = 1 (is {together or 'all of a step'})")
     if recipe.data.micro_tokens > recipe.data.seq_len:
         advice.append(f"a smaller data.micro_tokens (is {recipe.data.micro_tokens:,})")
     if recipe.optim.rounding == "exact":

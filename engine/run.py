@@ -25,7 +25,7 @@ from hymoe.engine.forecast import forecast
 from hymoe.engine.hf_checkpoint import near_zero_rows, plan_export, save_pretrained
 from hymoe.engine.log import RunLog, machine_stamp
 from hymoe.engine.optim import Optimizer
-from hymoe.engine.preflight_links import check_links
+from hymoe.engine.preflight.links import check_links
 from hymoe.engine.recipe import Recipe
 from hymoe.engine.relabel import relabel
 from hymoe.engine.resolve import Resolved, describe

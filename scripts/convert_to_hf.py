@@ -57,7 +57,7 @@ def main() -> int:
 
 def _run(asked: Arguments) -> None:
     if asked.check:
-        from hymoe.engine.bundle_check import check_bundle
+        from hymoe.engine.bundle.check import check_bundle
 
         if asked.out is not None:
             raise UserError("--out and --check: expected one of them")
@@ -88,7 +88,7 @@ def _run(asked: Arguments) -> None:
 
 def _bundle(asked: Arguments) -> Path:
     """Writes the bundle; returns the state that is in it."""
-    from hymoe.engine.bundle import make_bundle
+    from hymoe.engine.bundle.make import make_bundle
 
     if asked.base is not None:
         raise UserError("--base and --bundle: expected one of them")

@@ -45,8 +45,9 @@ def main() -> int:
 
 
 def _preflight(options: Options) -> int:
-    from hymoe.engine import preflight, preflight_report, run
-    from hymoe.engine.eval import report
+    from hymoe.engine import run
+    from hymoe.engine.eval.report import check_out, write_json
+    from hymoe.engine.preflight import check, report
 
     here = run.world()
     if here.rank:  # rank 0 starts processes of its own, which it can end when one hangs
@@ -58,15 +59,15 @@ def _preflight(options: Options) -> int:
                 f"--ranks {ranks}: torchrun has started {here.size}; leave one of them out"
             )
         ranks = here.size
-    asked = preflight.Asked(ranks=ranks, timeout_s=options.timeout, folder=options.folder)
-    report.check_out(options.out, "--json")
-    result = preflight.preflight(asked, say)
+    asked = check.Asked(ranks=ranks, timeout_s=options.timeout, folder=options.folder)
+    check_out(options.out, "--json")
+    result = check.preflight(asked, say)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(preflight_report.table(result))
-    for line in preflight_report.summary(result):
+    console.print(report.table(result))
+    for line in report.summary(result):
         console.print(line, markup=False)
     if options.out is not None:
-        report.write_json(options.out, result.as_dict())
+        write_json(options.out, result.as_dict())
     sys.stdout.flush()
     if result.stuck:  # waiting for them, as the interpreter would at its end, takes for ever
         os._exit(1)

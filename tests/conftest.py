@@ -11,6 +11,10 @@ if not torch.cuda.is_available():
         "1"  # read when a kernel is defined: before any import of triton
     )
 torch.set_num_threads(1)  # two workers share the machine, and sums keep one order
+with torch.device("cpu"):
+    # torch remembers on first use which functions a device applies to: those of a test that has replaced
+    # `torch.empty` would leave every later `with torch.device("meta")` of this process without effect.
+    torch.empty(0)
 
 
 @pytest.fixture(scope="session")

@@ -193,8 +193,10 @@ def counted_calls(plan: parallel.Alone) -> Iterator[Counter]:
 def nan_memory() -> Iterator[None]:
     """Fresh memory is NaN: torch's switch for determinism fills it."""
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def export(plan: parallel.Alone, base: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hymoe.engine.faults import RunFailed
-from hymoe.engine.preflight_links import Hooks, check_links
+from hymoe.engine.preflight.links import Hooks, check_links
 
 
 class Sleeps(Hooks):

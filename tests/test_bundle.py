@@ -11,15 +11,16 @@ import pytest
 import torch
 import yaml
 
-from hymoe.engine import bundle, bundle_check
-from hymoe.engine.bundle import make_bundle
-from hymoe.engine.bundle_check import check_bundle
+from hymoe.engine.bundle import check as bundle_check
+from hymoe.engine.bundle import make as bundle
+from hymoe.engine.bundle.card import snippet_of
+from hymoe.engine.bundle.check import check_bundle
+from hymoe.engine.bundle.make import make_bundle
 from hymoe.engine.data.chat import CHAT_TEMPLATE
 from hymoe.engine.data.mixture import load_mixture
 from hymoe.engine.data.pipeline import prepare
 from hymoe.engine.eval.instruct import read_answers, read_prompts, score
 from hymoe.engine.eval.report import write_json
-from hymoe.engine.model_card import snippet_of
 from tests.hf_folder import contents, file_digests, refused
 from tests.runs import make_data, save_by_transformers, train, write_jsonl, write_recipe
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hymoe.engine.bundle_spec import read_spec
+from hymoe.engine.bundle.spec import read_spec
 from tests.hf_folder import refused
 from tests.runs import REPO
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hymoe.engine import bundle_check
+from hymoe.engine.bundle import check as bundle_check
 from hymoe.engine.data.chat import CHAT_TEMPLATE
 from hymoe.engine.data.tokenizer import Tokenizer
 

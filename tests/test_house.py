@@ -19,7 +19,7 @@ VAGUE_NAMES = {"utils.py", "common.py", "misc.py", "helpers.py"}
 LOOP = {"hymoe.engine.train", "hymoe.engine.optim", "hymoe.engine.parallel"}
 # Package -> the files of the rooms and scripts that may import it.
 ONLY_IN = {
-    "transformers": r"(tests|benchmarks)/.*|engine/eval/reward\.py|engine/verify\w*\.py",
+    "transformers": r"(tests|benchmarks)/.*|engine/eval/reward\.py|engine/verify\.py|engine/bundle/verify\.py",
     "tokenizers": r"(tests|benchmarks)/.*|engine/data/tokenizer\.py|engine/demo\.py",
     "safetensors": r"(tests|benchmarks)/.*|engine/hf_checkpoint\w*\.py|engine/verify\.py",
 }

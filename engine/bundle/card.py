@@ -1,6 +1,6 @@
 """README.md and the notes of a bundle, filled from its evidence; what nobody measured is said to be not measured.
 
-The snippet in the card is run by `bundle_check.py`, from inside the folder, as it stands there.
+The snippet in the card is run by `check.py`, from inside the folder, as it stands there.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from hymoe.engine.bundle_spec import BundleSpec
+from hymoe.engine.bundle.spec import BundleSpec
 
 NOTES = ("README.md", "BIAS.md", "EXPLAINABILITY.md", "PRIVACY.md", "SAFETY.md")
 NOT_STATED = "not stated"

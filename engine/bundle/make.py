@@ -10,10 +10,10 @@
 | `serving_config.json` | all that a server needs to ask the model as it was measured |
 | `training_evidence.json` | the run's own evidence, hashes of the bundle's files, figures of the evaluations |
 | `evaluation/` | the files of the evaluations |
-| `README.md` and notes | `model_card.py` |
+| `README.md` and notes | `card.py` |
 
 Stop ids are the union of the source's generation_config.json and config.json, `<|im_end|>` and BUNDLE.toml's, and the
-same in all files. It is written as `.NAME.partial`, checked as a whole (`bundle_check.py`), and renamed. Other files
+same in all files. It is written as `.NAME.partial`, checked as a whole (`check.py`), and renamed. Other files
 of the source stay behind, with a line.
 """
 
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hymoe.engine import checkpoint_files as files
-from hymoe.engine import model_card
-from hymoe.engine.bundle_check import EVALUATIONS, TRAINING_EVIDENCE, Load, check_bundle, end_token
-from hymoe.engine.bundle_spec import BundleSpec, read_spec
+from hymoe.engine.bundle import card
+from hymoe.engine.bundle.check import EVALUATIONS, TRAINING_EVIDENCE, Load, check_bundle, end_token
+from hymoe.engine.bundle.spec import BundleSpec, read_spec
 from hymoe.engine.convert import convert
 from hymoe.engine.data.chat import CHAT_TEMPLATE
 from hymoe.engine.data.tokenizer import IM_END, Tokenizer
@@ -69,7 +69,7 @@ def make_bundle(
         out: the folder to be, absent or empty.
         max_shard_size: most bytes of a weight file, such as "4GB".
         shards: exactly so many weight files; wins over BUNDLE.toml's.
-        load: how the check loads it, see `bundle_check`.
+        load: how the check loads it, see `check.py`.
         say: takes lines for a person.
 
     Raises:
@@ -97,7 +97,7 @@ def make_bundle(
         _write_texts(spec, partial, ends)
         evaluations = _write_evaluations(measured, partial)
         evidence = _evidence(spec, run, ends, evaluations, partial, say)
-        notes = model_card.write_notes(partial, spec, evidence)
+        notes = card.write_notes(partial, spec, evidence)
         _write_json(partial / TRAINING_EVIDENCE, {**evidence, "notes": notes})
         for line in check_bundle(partial, load=load, say=say):
             say(f"check   {line}")

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 
+from hymoe.engine.bundle.card import snippet_of
 from hymoe.engine.data import chat
 from hymoe.engine.data.chat import CHAT_TEMPLATE
 from hymoe.engine.data.schema import Conversation, LeftOut, Message
@@ -35,7 +36,6 @@ from hymoe.engine.errors import UserError
 from hymoe.engine.eval.figures import read_figures
 from hymoe.engine.hf_checkpoint import Checkpoint, read_config, save_pretrained
 from hymoe.engine.hf_index import INDEX
-from hymoe.engine.model_card import snippet_of
 from hymoe.engine.provenance import described
 from hymoe.engine.saver import available_bytes
 from hymoe.model.config import HybridConfig
@@ -309,7 +309,7 @@ def _in_transformers(folder: Path, conversations: list[Any], *, on_meta: bool) -
             "on_meta": on_meta,
         }
         asked.write_text(json.dumps(content), encoding="utf-8")
-        command = [sys.executable, "-m", "hymoe.engine.verify_bundle", str(asked), str(answer)]
+        command = [sys.executable, "-m", "hymoe.engine.bundle.verify", str(asked), str(answer)]
         _run(command, Path(scratch), f"{folder}: does not load in transformers")
         return json.loads(answer.read_text(encoding="utf-8"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hymoe.engine.preflight_report import Line
+from hymoe.engine.preflight.report import Line
 from hymoe.kernels.launch import EXTENSION, INSTALL
 
 GB = 10**9

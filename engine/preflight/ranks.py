@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hymoe.engine.preflight_links import Hooks, Links, first_line, holding_up, name_ranks
+from hymoe.engine.preflight.links import Hooks, Links, first_line, holding_up, name_ranks
 
 GRACE_S = 2.0  # for other ranks to say what they know once one has failed
 
@@ -30,7 +30,7 @@ class Sizes:
 
     meet_bytes: int  # a pair's first message
     pair_bytes: int
-    collective_bytes: int  # S of preflight_links.py
+    collective_bytes: int  # S of links.py
     matmul: int  # rows and columns of square bf16 matrices
     copy_bytes: int
     repeats: int
@@ -334,15 +334,15 @@ class Rank:
         return self._links.pair(low, high, self._sizes.pair_bytes, self._sizes.repeats)
 
     def all_gather(self) -> dict[str, Any]:
-        """See preflight_links.py."""
+        """See links.py."""
         return self._collective("all_gather")
 
     def all_to_all(self) -> dict[str, Any]:
-        """See preflight_links.py."""
+        """See links.py."""
         return self._collective("all_to_all")
 
     def reduce_scatter(self) -> dict[str, Any]:
-        """See preflight_links.py."""
+        """See links.py."""
         return self._collective("reduce_scatter")
 
     def _collective(self, name: str) -> dict[str, Any]:

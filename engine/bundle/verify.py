@@ -1,4 +1,4 @@
-"""What `transformers` makes of a bundle, in a process of its own: `python -m hymoe.engine.verify_bundle ASKED ANSWER`.
+"""What `transformers` makes of a bundle, in a process of its own: `python -m hymoe.engine.bundle.verify ASKED ANSWER`.
 
 ASKED is a JSON file: `folder`, `conversations` ([messages, whether an answer's header follows]), `on_meta`. ANSWER gets
 `renders` (text and ids of each), `eos_token_id` of the tokenizer and of the generation settings, and of the model

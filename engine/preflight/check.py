@@ -1,6 +1,6 @@
 """Looks at a machine before a long run does: what is there, how fast it is, and whether every link answers.
 
-The parent (`preflight`) starts a process for each rank (`preflight_ranks.py`), lets them run one test at a time and
+The parent (`preflight`) starts a process for each rank (`ranks.py`), lets them run one test at a time and
 judges what they measured by what the device should give (`devices.py`). The order narrows a fault down: processes,
 the group, each pair's first message, each pair's speed, collectives. A test that does not end is the last one: the
 ranks that it hangs on are named, the rest is listed as not run.
@@ -17,8 +17,8 @@ import torch
 
 from hymoe.engine.devices import GIB, Device, known_device
 from hymoe.engine.errors import UserError
-from hymoe.engine.preflight_links import COLLECTIVES, Hooks, rounds, shown
-from hymoe.engine.preflight_machine import (
+from hymoe.engine.preflight.links import COLLECTIVES, Hooks, rounds, shown
+from hymoe.engine.preflight.machine import (
     HMM,
     IOMMU,
     SHM,
@@ -28,8 +28,8 @@ from hymoe.engine.preflight_machine import (
     pcie_widths,
     software_lines,
 )
-from hymoe.engine.preflight_ranks import Broken, Ranks
-from hymoe.engine.preflight_report import Line, Result
+from hymoe.engine.preflight.ranks import Broken, Ranks
+from hymoe.engine.preflight.report import Line, Result
 
 START_SECONDS = 90.0  # processes, imports and CUDA contexts, on top of nothing
 # Shares of what a device should give, below which a figure is (warn, bad). Kernels reach 70 to 80 % of the data
