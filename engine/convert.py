@@ -10,8 +10,6 @@ rounding by key (`export.file_values`), which depends on the element's index in 
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 import time
@@ -33,14 +31,15 @@ from hymoe.engine.export import file_values
 from hymoe.engine.hf_checkpoint import Checkpoint, export_dtypes, plan_export, read_config
 from hymoe.engine.hf_export import save_pieces
 from hymoe.engine.hf_plan import export_specs
+from hymoe.engine.log import byte_progress
 from hymoe.engine.optim import parameter_keys
+from hymoe.engine.resume import base_identity
 from hymoe.model.config import HybridConfig
 from hymoe.model.names import Spec, by_parameter, parameter_shape
 from hymoe.model.net import HybridLM
 
 PIECE_BYTES = 4 << 20  # of the file; an expert of the 30B model has 10 MB
 MOST_THREADS = 8  # rounding takes 20 ns an element and thread: eight keep a disk of 700 MB/s busy
-PROGRESS_SECONDS = 5.0
 
 Say = Callable[[str], None]
 
@@ -95,7 +94,7 @@ def convert(
             if reason != "weights":
                 say(f"not copied: {name} of the base: {reason}")
         began = time.perf_counter()
-        save_pieces(plan, found.lm, pieces(found), _progress("written", say))
+        save_pieces(plan, found.lm, pieces(found), byte_progress("written", say))
         rate = plan.total_size / max(time.perf_counter() - began, 1e-9) / 1e9
         say(
             f"{plan.target}: {plan.total_size / 1e9:.2f} GB in {len(plan.tensors)} tensors and {len(plan.shards)} "
@@ -148,7 +147,7 @@ def _fault(state: Path, say: Say) -> str | None:
     if manifest.get("format") != FORMAT:
         return f"format {manifest.get('format')}, expected {FORMAT}"
     sizes = {name: about["bytes"] for name, about in manifest["files"].items()}
-    report, done = _progress(f"checked of {state.name}", say), 0
+    report, done = byte_progress(f"checked of {state.name}", say), 0
     with ThreadPoolExecutor(min(4, _cores())) as pool:
         found = [pool.submit(files.fault, state, [name], manifest) for name in sizes]
         for size, future in zip(sizes.values(), found, strict=True):
@@ -222,14 +221,11 @@ def _base_of(folder: Path) -> tuple[Checkpoint, HybridLM]:
 
 def _check_base(saved: SavedRows, folder: Path, config: HybridConfig) -> None:
     """The folder is the one that the run began with, by config and tokenizer; as `resume.identity` has them."""
-    text = json.dumps(config.to_dict(), sort_keys=True).encode()
-    now = {"config.json": hashlib.sha256(text).hexdigest()[:16]}
-    if (folder / "tokenizer.json").is_file():
-        digest = hashlib.sha256((folder / "tokenizer.json").read_bytes())
-        now["tokenizer"] = digest.hexdigest()[:16]
-    for what, found in now.items():
-        expected = saved.manifest["identity"].get(f"model.path (its {what})")
+    tokenizer = folder / "tokenizer.json"
+    for key, found in base_identity(config, tokenizer if tokenizer.is_file() else None).items():
+        expected = saved.manifest["identity"].get(key)
         if expected not in (None, found):
+            what = key.partition("(its ")[2].rstrip(")")
             raise UserError(
                 f"{folder}: its {what} has hash {found}, the base of {saved.state} had {expected}; "
                 "expected the folder that the run began with"
@@ -321,18 +317,3 @@ def _cuts(source: Source) -> Iterator[tuple[str, Spec, int, int]]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _progress(what: str, say: Say) -> Callable[[int, int], None]:
-    """A callback of (done, total) bytes: a line every PROGRESS_SECONDS, none for short work."""
-    began = last = time.perf_counter()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        if now - last >= PROGRESS_SECONDS:
-            last = now
-            rate = done / (now - began) / 1e9
-            say(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate:.2f} GB/s")
-
-    return report

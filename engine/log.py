@@ -51,19 +51,7 @@ class RunLog:
 
     def progress(self, what: str) -> Callable[[int, int], None]:
         """A callback of (done, total) bytes for long work: a line every PROGRESS_SECONDS, none for short work."""
-        began = last = time.perf_counter()
-
-        def report(done: int, total: int) -> None:
-            nonlocal last
-            now = time.perf_counter()
-            if now - last >= PROGRESS_SECONDS:
-                last = now
-                rate = done / (now - began) / 1e9
-                self.say(
-                    f"{what}  {done / 1e9:.1f} of {total / 1e9:.1f} GB of rank 0, {rate:.2f} GB/s"
-                )
-
-        return report
+        return byte_progress(f"{what}  rank 0", self.say)
 
     def start_steps(self) -> None:
         """Shows the progress bar where there is a terminal."""
@@ -166,3 +154,18 @@ class Stopwatch:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         return seconds
+
+
+def byte_progress(what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
+    """A callback of (done, total) bytes for long work: a line every PROGRESS_SECONDS, none for short work."""
+    began = last = time.perf_counter()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= PROGRESS_SECONDS:
+            last = now
+            rate = done / (now - began) / 1e9
+            say(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate:.2f} GB/s")
+
+    return report

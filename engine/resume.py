@@ -180,10 +180,8 @@ def identity(recipe: Recipe, config: HybridConfig, tokenizer: Path, steps: int) 
     prepared = PackedRows(data).manifest["dataset_sha256"] if data.is_dir() else _sha256(data)
     optim = dataclasses.asdict(recipe.optim)
     del optim["max_skipped"]
-    config = json.dumps(config.to_dict(), sort_keys=True)
     return {
-        "model.path (its config.json)": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "model.path (its tokenizer)": _sha256(tokenizer)[:16],
+        **base_identity(config, tokenizer),
         "model.dtype": recipe.model.dtype,
         "data.path (its content)": prepared[:16],
         "data.seq_len": recipe.data.seq_len,
@@ -192,6 +190,15 @@ def identity(recipe: Recipe, config: HybridConfig, tokenizer: Path, steps: int) 
         "train.step_tokens": recipe.train.step_tokens,
         "train.seed": recipe.train.seed,
     }
+
+
+def base_identity(config: HybridConfig, tokenizer: Path | None) -> dict[str, str]:
+    """The part of `identity` that is the base's; None: without its tokenizer."""
+    text = json.dumps(config.to_dict(), sort_keys=True)
+    found = {"model.path (its config.json)": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if tokenizer is not None:
+        found["model.path (its tokenizer)"] = _sha256(tokenizer)[:16]
+    return found
 
 
 def check_identity(

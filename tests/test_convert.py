@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hymoe.engine import checkpoint_files
+from hymoe.engine import checkpoint_files, log
 from hymoe.engine import convert as conversion
 from hymoe.engine.checkpoint import Group, Part, Saved, write
 from hymoe.engine.checkpoint_files import read_manifest, states
@@ -274,7 +274,7 @@ def test_untouched_weights_keep_their_bits_through_every_stage(
 def test_progress_is_said_with_bytes_a_second(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(log, "PROGRESS_SECONDS", 0)
     said: list[str] = []
     convert(run, tmp_path / "out", say=said.append)
     for what in ("checked of step_00000003", "written"):

@@ -16,4 +16,4 @@ def test_progress_speaks_on_rank_0_alone_and_only_of_long_work(
         report = log.RunLog(tmp_path, 1, 1, rank).progress("loading")
         for done in (1, 3, 4):
             report(done * 10**9, 4 * 10**9)
-    assert capsys.readouterr().out.splitlines() == ["loading  3.0 of 4.0 GB of rank 0, 0.50 GB/s"]
+    assert capsys.readouterr().out.splitlines() == ["loading  rank 0: 3.0 of 4.0 GB, 0.50 GB/s"]

@@ -33,7 +33,7 @@ from hymoe.engine.convert import convert
 from hymoe.engine.data.chat import CHAT_TEMPLATE
 from hymoe.engine.data.tokenizer import IM_END, Tokenizer
 from hymoe.engine.errors import UserError
-from hymoe.engine.eval.figures import read_figures
+from hymoe.engine.eval.figures import read_figures, read_object
 from hymoe.engine.generate import stop_ids
 from hymoe.engine.hf_checkpoint import Checkpoint
 from hymoe.engine.hf_index import INDEX
@@ -117,7 +117,7 @@ def _exported(source: Path) -> Path | None:
     """The export of a finished run, by its evidence."""
     if not (source / EVIDENCE).is_file():
         return None
-    export = _read_json(source / EVIDENCE).get("export")
+    export = read_object(source / EVIDENCE).get("export")
     folder = source / export["folder"] if export else None
     return folder if folder is not None and folder.is_dir() else None
 
@@ -139,7 +139,7 @@ def _run_evidence(spec: BundleSpec, source: Path, weights: Path, say: Say) -> di
         path = source / EVIDENCE
     if not path.is_file():
         return None
-    found = _read_json(path)
+    found = read_object(path)
     if "recipe_sha256" not in found or "steps" not in found:
         raise UserError(f"{path}: expected the evidence.json that a run wrote")
     export = found.get("export") or {}
@@ -214,7 +214,7 @@ def _write_texts(spec: BundleSpec, folder: Path, ends: list[int]) -> None:
     (folder / "system_prompt.txt").write_bytes(spec.prompt_text.encode())
     tokenizer = Tokenizer(folder)
     path = folder / "tokenizer_config.json"
-    settings = _read_json(path) if path.is_file() else {"clean_up_tokenization_spaces": False}
+    settings = read_object(path) if path.is_file() else {"clean_up_tokenization_spaces": False}
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     # A template may write the end token, so one that stops stays as it was in training.
     if tokenizer.id_of(end_token(settings) or "") not in ends:
@@ -222,7 +222,7 @@ def _write_texts(spec: BundleSpec, folder: Path, ends: list[int]) -> None:
     _write_json(path, {**settings, "chat_template": source})
     special = folder / "special_tokens_map.json"
     if special.is_file():
-        _write_json(special, {**_read_json(special), "eos_token": settings["eos_token"]})
+        _write_json(special, {**read_object(special), "eos_token": settings["eos_token"]})
 
 
 def _template_text(spec: BundleSpec, folder: Path) -> str:
@@ -235,7 +235,7 @@ def _template_text(spec: BundleSpec, folder: Path) -> str:
     if not is_base:
         raise UserError(f"{file}: no such chat template; expected a file, 'base' or 'chatml'")
     path = folder / "tokenizer_config.json"
-    source = _read_json(path).get("chat_template") if path.is_file() else None
+    source = read_object(path).get("chat_template") if path.is_file() else None
     if not isinstance(source, str):
         raise UserError(
             f"{folder}: found no chat_template.jinja and no chat_template in tokenizer_config.json; "
@@ -249,11 +249,11 @@ def _write_settings(spec: BundleSpec, folder: Path) -> list[int]:
     asked = spec.generation
     ends = sorted(stop_ids(folder, Tokenizer(folder)) | set(asked.stop_ids))
     config_file = folder / "config.json"
-    config = _read_json(config_file)
+    config = read_object(config_file)
     config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     _write_json(config_file, config)
     path = folder / "generation_config.json"
-    before = _read_json(path) if path.is_file() else {}
+    before = read_object(path) if path.is_file() else {}
     ids = {
         key: before.get(key, config.get(key))
         for key in ("bos_token_id", "pad_token_id")
@@ -304,7 +304,7 @@ def _has_place(name: str) -> bool:
 
 def _drop_others(folder: Path, say: Say) -> None:
     """Removes what came along with the weights and has no place in a bundle."""
-    has_code = bool(_read_json(folder / "config.json").get("auto_map"))
+    has_code = bool(read_object(folder / "config.json").get("auto_map"))
     for path in sorted(folder.iterdir()):
         stays = path.is_file() and _has_place(path.name)
         if stays and (has_code or path.suffix != ".py"):
@@ -366,18 +366,6 @@ def _publish(partial: Path, out: Path) -> None:
         finally:
             os.close(fd)
     os.rename(partial, out)  # onto an empty folder, or nothing
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: no valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

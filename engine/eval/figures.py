@@ -17,19 +17,14 @@ def read_figures(path: Path) -> tuple[str, list[Figure]]:
     Raises:
         UserError: the file cannot be read, or it is none of the three kinds.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: no valid JSON ({error})") from None
+    content = read_object(path)
     kinds = {
         "instructions": (("prompts_file",), _instructions),
         "win-rate": (("battles_file", "candidates"), _win_rates),
         "sweep": (("rule", "splits"), _sweep),
     }
     for kind, (keys, read) in kinds.items():
-        if isinstance(content, dict) and all(key in content for key in keys):
+        if all(key in content for key in keys):
             try:
                 return kind, read(content)
             except (KeyError, TypeError) as error:
@@ -97,3 +92,20 @@ def _sweep(content: dict[str, Any]) -> list[Figure]:
             for row in rows
         ]
     return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: no valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
