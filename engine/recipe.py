@@ -118,6 +118,8 @@ class Run:
     """Folder in `dir` for the trained model in HF format; empty: none."""
     max_shard_size: str = "5GB"
     """Largest file of the export."""
+    check_links: bool = True
+    """Whether links between GPUs are tried before weights are loaded, for seconds; one that hangs ends the run."""
     kernels: Literal["auto", "torch", "triton", "packages"] = "auto"
     log_every: int = 1
     """Steps between lines on the screen; metrics.jsonl has every step."""

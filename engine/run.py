@@ -35,6 +35,8 @@ from hymoe.kernels.launch import backends
 from hymoe.model.cost import flops_per_token, mean_context
 from hymoe.model.net import HybridLM
 
+LINKS_TIMEOUT_S = 60.0  # for each stage; making NCCL's communicators is one
+
 
 def world() -> World:
     """Reads what torchrun sets; without it, one process."""
@@ -84,9 +86,13 @@ def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Ou
         if resume.is_done(start, recipe, steps):
             log.event("resume", f"finished after step {steps}, exported too: nothing to do")
             return Outcome(steps=start.step)
-        if here.device.type == "cuda" and here.size > 1:
+        if here.device.type == "cuda" and here.size > 1 and recipe.run.check_links:
             # Before 63 GB are loaded: a link that hangs would otherwise be met in the first step.
-            log.event("links", f"links   {check_links(here.device, _meeting_store())}")
+            try:
+                speeds = check_links(here.device, _meeting_store(), timeout_s=LINKS_TIMEOUT_S)
+            except faults.RunFailed as error:
+                raise faults.RunFailed(f"{error}; run.check_links = false leaves it out") from error
+            log.event("links", f"links   {speeds}")
         lm = _model(resolved, plan)
         job = _job(resolved, plan, lm, loader, evals and evals[0], steps, log, stop)
         _announce(resolved, here, job, stats, evals and evals[1])
