@@ -9,7 +9,7 @@ import torch
 from hymoe.engine import budget, parallel, resume
 from hymoe.engine.devices import Machine, World, machine_here
 from hymoe.engine.errors import UserError
-from hymoe.engine.hf_checkpoint import Checkpoint
+from hymoe.engine.hf_checkpoint import Checkpoint, read_config
 from hymoe.engine.hf_index import INDEX, SINGLE
 from hymoe.engine.optim import schedule
 from hymoe.engine.recipe import Recipe, check
@@ -62,8 +62,8 @@ def resolve(recipe: Recipe, here: World, machine: Machine | None = None) -> Reso
     is_dry = machine is not None
     machine = machine or machine_here(here)
     micro_steps = check(recipe, machine.ranks)
+    config = read_config(recipe.model.path)
     try:
-        config = HybridConfig.from_pretrained(recipe.model.path)
         backends(recipe.run.kernels, machine.kind)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -81,6 +81,8 @@ BASE_FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "other-shape": (change_shape, ("expected", "[")),
     "outside-path": (leave_folder, ("../x.safetensors", "norm_f")),
     "config-no-json": (break_config, ("config.json", "JSON")),
+    "no-config": (lambda base: (base / "config.json").unlink(), ("config.json", "no such file")),
+    "no-folder": (shutil.rmtree, ("base", "no such file")),
 }
 
 
@@ -94,6 +96,12 @@ def test_a_broken_base_is_one_clear_line_before_training(
     result = train(1, made / "recipe.toml", "--model.path", base, "--run.dir", tmp_path / "run")
     assert_one_line(result, 2, *parts)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_for_another_machine_needs_a_config(made: Path, tmp_path: Path) -> None:
+    machine = ("--dry-run", "--device", "h100", "--ranks", 2)
+    result = train(1, made / "recipe.toml", "--model.path", tmp_path / "none", *machine)
+    assert_one_line(result, 2, "none/config.json", "no such file")
 
 
 def test_a_tokenizer_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:
