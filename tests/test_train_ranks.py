@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from hymoe.engine.hf_checkpoint import load_pretrained
+from tests import forked
 from tests.close import assert_close_rel, relative_error
 from tests.runs import make_data, metrics, save_by_transformers, train, write_recipe
 
@@ -26,6 +27,11 @@ STEPS = 4
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str], Path]:
     """Run folders by dtype and ranks, or name in EXPERTS; key ("float32", 0) is a second run on 2 ranks."""
     root = tmp_path_factory.mktemp("ranks")
+    with forked.ranks(root) as launch:
+        return run_all(root, launch)
+
+
+def run_all(root: Path, launch: forked.Ranks) -> dict[tuple[str, int | str], Path]:
     data = make_data(root)
     folders = {}
     for dtype in ("float32", "bfloat16"):
@@ -43,14 +49,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str]
         for ranks in (*RANKS, 0):
             folder = root / f"{dtype}_{ranks}"
             keep = "inputs" if ranks == 4 else "all"  # recomputing changes no bit of a sum
-            result = train(ranks or 2, recipe, "--run.dir", folder, "--train.keep", keep)
-            assert result.returncode == 0, result.stderr
+            ran = launch(ranks or 2, recipe, "--run.dir", folder, "--train.keep", keep)
+            assert not any(ran.codes), ran.out
             folders[dtype, ranks] = folder
         if dtype == "float32":
             for name, (ranks, flags) in EXPERTS.items():
                 folders[dtype, name] = root / f"{dtype}_{name}"
-                result = train(ranks, recipe, "--run.dir", folders[dtype, name], *flags)
-                assert result.returncode == 0, result.stderr
+                ran = launch(ranks, recipe, "--run.dir", folders[dtype, name], *flags)
+                assert not any(ran.codes), ran.out
     return folders
 
 
