@@ -255,9 +255,12 @@ class _Step:
 
     def embedding(self) -> Iterator[Peak]:
         first, grads = self.shape.config.pattern[0], self.gradients(-1)
-        made = self.size * self.units["embedding"].whole
+        # Summed in float32 and rounded once; so is the gradient of the tokens that it is summed from.
+        wide = self.size if self.size == WIDE else self.size + WIDE
+        made = wide * self.units["embedding"].whole
         yield self.alive(
             0,
+            block_working_set=self.rows * self.tokens * self.shape.config.hidden_size * wide,
             unit_gradients_and_reduction=(self.gathered(first) + made) if self.is_spread else 0,
             gradients=grads if self.is_spread else grads + made,
         )

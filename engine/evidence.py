@@ -11,7 +11,7 @@ Facts that are not known are null or say why; nothing is estimated.
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,19 +33,26 @@ PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "mamba-ssm", "causal
 class Evidence:
     """What a run that has started must remember to account for itself."""
 
-    def __init__(self, resolved: Resolved, data: Described, held_out: Described | None) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        data: Described,
+        held_out: Described | None,
+        checked: Mapping[str, str],
+    ) -> None:
         """Begins to hash the base.
 
         Args:
             resolved: the run.
             data: what is trained on.
             held_out: what eval_loss is measured on.
+            checked: sha256 of those of the base's files that have been compared with it.
         """
         paths = resolved.recipe.data
         self._resolved = resolved
         self._data = _data(paths.path, data)
         self._held_out = None if held_out is None else _data(paths.eval, held_out)
-        self._base = BackgroundHashes(resolved.checkpoint)
+        self._base = BackgroundHashes(resolved.checkpoint, checked)
 
     def write(
         self, job: Job, outcome: Outcome, exported: Path | None, update_kept: float | None

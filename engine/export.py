@@ -53,6 +53,26 @@ def file_values(
     return weight if remainder is None else export_bf16(weight, remainder, **bits)
 
 
+def file_rows(optimizer: Optimizer, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a trained parameter as its file gets them; see `file_values`.
+
+    Args:
+        optimizer: has its remainder, the place of the rows and the key of their random bits.
+        name: of the parameter.
+        weight: (rows, ...) the local memory.
+        dtype: what the file holds.
+    """
+    remainder = optimizer.state()[name].get("remainder")
+    bits = {"seed": optimizer.seed, "key": optimizer.keys[name], "step": optimizer.count}
+    pieces = [
+        file_values(
+            weight[rows], None if remainder is None else remainder[rows], dtype, **bits, offset=at
+        )
+        for rows, at in optimizer.shards[name].pieces(len(weight))
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
 class TrainedValues:
     """Gives `save_pretrained` each parameter as the file gets it, and keeps account of the update.
 
@@ -76,19 +96,7 @@ class TrainedValues:
             return None
         weight = local_rows(name, parameter).local
         remainder = self._optimizer.state()[name].get("remainder")
-        bits = {"seed": self._optimizer.seed, "key": self._optimizer.keys[name]}
-        bits |= {"step": self._optimizer.count}
-        pieces = [
-            file_values(
-                weight[rows],
-                None if remainder is None else remainder[rows],
-                self._dtypes[name],
-                **bits,
-                offset=offset,
-            )
-            for rows, offset in self._optimizer.shards[name].pieces(len(weight))
-        ]
-        file = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        file = file_rows(self._optimizer, name, weight, self._dtypes[name])
         base = read_local_rows(self._base, self._specs, name, parameter).to(weight.device)
         self.sums += update_sums(base, weight, remainder, file)
         return file

@@ -32,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hymoe.engine.relabel import order_of, runs_of
 from hymoe.kernels.adamw import ROUNDINGS, adamw_step
-from hymoe.kernels.rounding import export_bf16, slice_length, slices
+from hymoe.kernels.rounding import slice_length, slices
 from hymoe.model import names
 
 
@@ -214,51 +214,6 @@ class Optimizer:
             name: {"exp_avg": m, "exp_avg_sq": v} | ({} if r is None else {"remainder": r})
             for name, m, v, r in columns
         }
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
-        """Copies local tensors such as `state` gives, of this run's sharding, into the optimiser.
-
-        Raises:
-            ValueError: if a name, dtype or shape differs; nothing is changed then.
-        """
-        own = self.state()
-        copies = []
-        if state.keys() != own.keys():
-            odd = sorted(state.keys() ^ own.keys())
-            raise ValueError(f"optimiser state: {len(odd)} names differ, the first is {odd[0]}")
-        for name, tensors in own.items():
-            if state[name].keys() != tensors.keys():
-                raise ValueError(
-                    f"optimiser state of {name}: found {sorted(state[name])}, expected {sorted(tensors)}"
-                )
-            for part, target in tensors.items():
-                source = state[name][part]
-                if source.dtype != target.dtype or source.shape != target.shape:
-                    raise ValueError(
-                        f"optimiser state of {name}: {part} is {source.dtype} {tuple(source.shape)},"
-                        f" expected {target.dtype} {tuple(target.shape)}"
-                    )
-                copies.append((target, source))
-        for target, source in copies:
-            target.copy_(source)
-        self.count.fill_(count)
-
-    @torch.no_grad()
-    def exported(self, name: str) -> Tensor:
-        """The local weights as the exported file gets them.
-
-        Exact masters are rounded stochastically by key, so that small updates reach the file and weights
-        that never moved keep their bits; other weights are as they are (not a copy).
-        """
-        index = self.names.index(name)
-        weight, remainder = _local(self._parameters[index]), self.remainders[index]
-        if remainder is None:
-            return weight
-        bits = {"seed": self.seed, "key": self.keys[name], "step": self.count}
-        pieces = self.shards[name].pieces(len(weight))
-        done = [export_bf16(weight[at], remainder[at], **bits, offset=i) for at, i in pieces]
-        return done[0] if len(done) == 1 else torch.cat(done)
 
     def _cut(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Tensors of the parameters -> of their pieces."""

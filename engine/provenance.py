@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,13 @@ def described(folder: Path, names: Iterable[str]) -> Described:
 class BackgroundHashes:
     """Hashes of a checkpoint's files: small ones now, shards by a thread while the caller goes on."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Starts; files of the folder that are neither small nor shards of the checkpoint are left out."""
+    def __init__(self, checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> None:
+        """Starts; files of the folder that are neither small nor shards of the checkpoint are left out.
+
+        Args:
+            checkpoint: the folder.
+            known: shards whose sha256 has been checked already; they are not read again.
+        """
         self._folder = checkpoint.folder
         shards = {entry.file.name for entry in checkpoint.entries.values()}
         sizes = {
@@ -69,7 +74,9 @@ class BackgroundHashes:
             if name in shards or size <= SMALL_BYTES
         }
         self._hash([name for name in self._files if name not in shards])
-        waiting = [name for name in self._files if name in shards]
+        for name, digest in (known or {}).items():
+            self._files[name]["sha256"] = digest
+        waiting = [name for name in self._files if name in shards and name not in (known or {})]
         self._thread = threading.Thread(target=self._hash, args=(waiting,), daemon=True)
         self._thread.start()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hymoe.engine import checkpoint, faults, parallel, resume
+from hymoe.engine import checkpoint, faults, hf_hashes, parallel, resume
 from hymoe.engine.data.loader import Loader
 from hymoe.engine.data.prepare import prepare_jsonl
 from hymoe.engine.data.rows import Described, Rows
@@ -104,7 +104,13 @@ def execute(resolved: Resolved, here: World, stop: StopFlag | None = None) -> Ou
             return Outcome(steps=start.step, stopped_by=stop.reason)
         if start.state is None:
             _warn_of_near_zero_rows(lm, tokenizer, log)
-        evidence = None if here.rank else Evidence(resolved, stats, evals and evals[1])
+        evidence = None
+        if here.rank == 0:
+            # `fill` has compared them, where it read the base.
+            reads_base = start.state is None and recipe.model.check_hashes
+            known = hf_hashes.stated(resolved.checkpoint) if reads_base else {}
+            checked = {file.name: one.sha256 for file, one in known.items()}
+            evidence = Evidence(resolved, stats, evals and evals[1], checked)
         outcome = train(job)
         _finish(job, evidence)
         log.close()

@@ -185,6 +185,8 @@ def test_a_base_is_hashed_beside_the_caller_and_a_fault_is_said(root: Path, tmp_
     assert found == described(base, names)
     opened = Checkpoint.open(base)
     first = next(iter(opened.entries.values())).file
+    known = BackgroundHashes(opened, {first.name: "f" * 64}).result(60)
+    assert known == found | {first.name: found[first.name] | {"sha256": "f" * 64}}
     first.unlink()
     first.mkdir()  # readable as a name, not as a file
     gone = BackgroundHashes(opened).result(60)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from hymoe.engine.export import file_rows
 from hymoe.engine.optim import LocalShard, Optimizer, clip, grad_norm, parameter_keys, schedule
 from hymoe.kernels.rounding import join_master, update_sums
 from tests.close import assert_close_rel
@@ -81,6 +82,13 @@ def everything(optim: Optimizer, weights: dict[str, torch.Tensor]) -> dict[str, 
         found |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
     found["count"] = optim.count
     return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def files(optim: Optimizer, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every weight as an export gets it in its own dtype."""
+    return {
+        name: file_rows(optim, name, weights[name], weights[name].dtype) for name in optim.names
+    }
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -301,32 +309,14 @@ def test_a_resumed_run_continues_on_the_same_bits(rounding):
     }
     copies = {name: w.clone() for name, w in weights.items()}
     resumed = optimizer(copies, rounding)
-    resumed.load_state(saved, int(optim.count))
+    for name, parts in resumed.state().items():  # a state is loaded into the live tensors
+        for kind, tensor in parts.items():
+            tensor.copy_(saved[name][kind])
+    resumed.count.copy_(optim.count)
     for i in (3, 4):
         step(optim, whole_gradients(i))
         step(resumed, whole_gradients(i))
     assert_same(everything(resumed, copies), everything(optim, weights))
-
-
-def test_a_state_that_does_not_fit_is_refused_whole():
-    weights = whole_weights()
-    optim = optimizer(weights)
-    step(optim, whole_gradients(0))
-    before = everything(optim, weights)
-    good = {name: {k: t + 1 for k, t in parts.items()} for name, parts in optim.state().items()}
-    bad = [
-        ("1 names differ, the first is norm_f", {n: p for n, p in good.items() if n != NORM}),
-        (f"{NORM}: found", good | {NORM: {"exp_avg": good[NORM]["exp_avg"]}}),
-        (
-            f"{NORM}: exp_avg is",
-            good | {NORM: good[NORM] | {"exp_avg": torch.zeros(6, dtype=BF16)}},
-        ),
-        (f"{NORM}: exp_avg is", good | {NORM: good[NORM] | {"exp_avg": torch.zeros(7)}}),
-    ]
-    for message, state in bad:
-        with pytest.raises(ValueError, match=message):
-            optim.load_state(state, 9)
-        assert_same(everything(optim, weights), before)
 
 
 def test_the_update_reaches_the_exported_file():
@@ -338,7 +328,7 @@ def test_the_update_reaches_the_exported_file():
     grad[:1000] = 0
     for _ in range(200):
         optim.step([grad, torch.zeros(4)], lr=3e-7, scale=1.0)
-    file = optim.exported(IN_PROJ)
+    file = file_rows(optim, IN_PROJ, weights[IN_PROJ], BF16)
     remainder = optim.state()[IN_PROJ]["remainder"]
     reached, update = update_sums(base, weights[IN_PROJ], remainder, file)
     assert 0.99 < reached / update < 1.01
@@ -347,7 +337,7 @@ def test_the_update_reaches_the_exported_file():
     master = join_master(weights[IN_PROJ], remainder)
     assert (master[1000:] != base[1000:]).double().mean() > 0.99
     assert torch.equal(bits(file[:1000]), bits(base[:1000]))
-    assert torch.equal(optim.exported(NORM), torch.ones(4))
+    assert torch.equal(file_rows(optim, NORM, weights[NORM], torch.float32), torch.ones(4))
 
 
 # Several ranks
@@ -391,7 +381,7 @@ def train_on(mesh: DeviceMesh, rounding: str) -> dict:
         local = {n: g if n in (GATE, NORM) else rows_of(g, rank, ranks) for n, g in grads.items()}
         reports.append(step(optim, local))
     local_weights = {n: w.to_local() if isinstance(w, DTensor) else w for n, w in weights.items()}
-    exported = {f"{name}.exported": optim.exported(name).clone() for name in optim.names}
+    exported = {f"{n}.exported": t.clone() for n, t in files(optim, local_weights).items()}
     return {
         "tensors": everything(optim, local_weights) | exported,
         "norms": [r.grad_norm for r in reports],
@@ -457,7 +447,7 @@ def test_any_number_of_ranks_gives_the_same_bits(four_ranks, ranks, rounding):
     reports = [step(optim, whole_gradients(i)) for i in range(5)]
     assert [bool(r.is_applied) for r in reports] == [True, False, False, True, True]
     expected = everything(optim, weights)
-    expected |= {f"{name}.exported": optim.exported(name) for name in optim.names}
+    expected |= {f"{n}.exported": t for n, t in files(optim, weights).items()}
 
     found = [four_ranks[rank][ranks, rounding] for rank in range(ranks)]
     for rank_found in found:
